@@ -1,0 +1,450 @@
+"""The loop over prefill and decode: `generate(state, tokens) -> (state, Output)`, whole or streamed.
+
+    plan      claim every page the call can need, on the host, or raise with nothing changed
+    prefill   chunks of the prompts, several rows a dispatch
+    fork      parallel samples share the prompt's pages
+    decode    one dispatch after another; the host reads tokens one dispatch behind the device
+    settle    give back what was reserved and not used, roll back behind stop strings
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.kv import pages
+from jaxkv.kv.pages import Ownership
+from jaxkv.sampling import Sampling, StopMatcher
+from jaxkv.state import State, frozen, require_live
+from jaxkv.steps import MAX_STEPS, Loop, step
+from jaxkv.verbs import (
+    MAX_PREFILL_TOKENS,
+    bucket_rows,
+    bucket_tokens,
+    check_room,
+    check_tokens,
+    copy,
+    dispatch_prefill,
+    pool_full,
+    pools_of,
+    successor,
+    with_pending,
+)
+
+_DEFAULT_NEW_TOKENS = 128
+# Steps a dispatch takes where it loops on the device; fewer when someone waits for each token.
+_STEPS_STREAMED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Wall time of one generate call, in seconds, and what it processed."""
+
+    ttft_s: float  # from the call to the first token on the host
+    total_s: float
+    tpot_s: float  # mean time between tokens after the first; 0 if there was one
+    prompt_tokens: int  # run through prefill
+    new_tokens: int  # emitted, over all rows
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one emitted token under the model's own distribution."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token, logprob) of the best alternatives, best first
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What was emitted; one entry a sequence (with n > 1 the samples of one prompt stand together)."""
+
+    tokens: list[np.ndarray]  # i32, a stop token included, a stop string's tokens not
+    text: list[str] | None  # None without a tokenizer; special tokens and stop strings left out
+    logprobs: list[list[TokenLogprobs]] | None  # None unless asked for
+    finish_reasons: list[str]  # "stop", "length", or "error": the model's logits were NaN or infinite
+    rows: list[int]  # the slot of each sequence
+    timings: Timings
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEvent:
+    """One piece of a stream: tokens as they come, and the text they complete."""
+
+    index: int  # of the sequence in Output
+    row: int  # its slot
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+
+
+def generate(
+    state: State,
+    tokens,
+    lengths=None,
+    *,
+    max_new_tokens=None,
+    sampling: Sampling | None = None,
+    rows=None,
+    stream: bool = False,
+    chunk_size: int = 512,
+):
+    """Continues each row with its tokens and up to max_new_tokens of the model's, and returns (state, Output).
+
+    Args:
+      state: consumed; keep the one returned.
+      tokens: token lists, one a row, or an array i32[R, T] with `lengths`. An empty row continues what its slot holds.
+      lengths: i32[R], with an array.
+      max_new_tokens: an int or one a row; 0 only prefills. None: 128, or what fits the slot if that is less.
+      sampling: options, scalars or one a row; None: greedy.
+      rows: the slot of each row; None: slots 0 to R-1. Samples beyond the first of a row (n > 1) take empty slots.
+      stream: return a `Stream` instead: iterate it, then take `stream.finish()`.
+      chunk_size: prompts go through the model in chunks of at most so many tokens.
+
+    Raises:
+      ValueError: token ids outside the vocabulary, rows that do not fit their slot, too few free pages or slots, bad options;
+        with the numbers, before anything ran: the state is still usable.
+      StaleStateError: the state was already consumed.
+    """
+    run = Stream(_plan(state, tokens, lengths, max_new_tokens, sampling or Sampling(), rows, chunk_size), stream)
+    if stream:
+        return run
+    collections.deque(run, maxlen=0)
+    return run.finish()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Everything decided before the device is asked for anything."""
+
+    state: State
+    sampling: Sampling
+    prompts: list[np.ndarray]  # tokens to run, a pending one first
+    rows: np.ndarray  # slot of each prompt
+    before: np.ndarray  # i32[R] tokens stored in it when the call began
+    own_prompt: Ownership  # while prompts are stored
+    copies_prompt: pages.PageCopies
+    own_decode: Ownership  # with forks, and room for every new token
+    copies_decode: pages.PageCopies
+    sequences: np.ndarray  # slot of each sequence, samples of a prompt together
+    source: np.ndarray  # which prompt each sequence continues
+    limits: np.ndarray  # most new tokens of each sequence
+    chunk_size: int
+    started: float
+
+
+def _plan(state, tokens, lengths, max_new_tokens, sampling, rows, chunk_size) -> _Plan:
+    started = time.perf_counter()
+    require_live(state)
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a jaxkv.Sampling, got {type(sampling).__name__}")
+    if chunk_size < 1:
+        raise ValueError(f"{chunk_size=} must be at least 1")
+    chunks, rows = check_tokens(state, tokens, lengths, rows)
+    own, prompts = _recomputing(state, with_pending(state, chunks, rows), rows)
+    before = own.lengths[rows]
+    stored = _per_slot(state, rows, [p.size for p in prompts])
+    limits = _limits(state, max_new_tokens, sampling, rows, own.lengths + stored)
+    source = np.repeat(np.arange(len(rows)), sampling.n)
+    sequences = _slots(state, rows, sampling.n)
+    limits = limits[source]
+    check_room(state, own.lengths + stored + np.maximum(_per_slot(state, rows, limits[:: sampling.n]) - 0, 0))
+
+    own_prompt, copies_prompt, shortfall = pages.append(own, stored)
+    if shortfall:
+        raise pool_full(own, shortfall)
+    extra = np.setdiff1d(np.arange(len(sequences)), np.arange(0, len(sequences), sampling.n))
+    own_decode = pages.fork(own_prompt, rows[source[extra]], sequences[extra]) if extra.size else own_prompt
+    room = _per_slot(state, sequences, np.maximum(limits - 1, 0))  # the last token stays pending
+    own_decode, copies_decode, shortfall = pages.reserve(own_decode, room)
+    if shortfall:
+        raise pool_full(own_prompt, shortfall)
+    return _Plan(
+        state, sampling, prompts, rows, before, own_prompt, copies_prompt, own_decode, copies_decode, sequences, source, limits,
+        chunk_size, started,
+    )  # fmt: skip
+
+
+def _recomputing(state: State, prompts, rows):
+    """A row with nothing new to run gives back its last token, so that there are logits to continue from."""
+    empty = [i for i, p in enumerate(prompts) if p.size == 0]
+    if not empty:
+        return state.kv.own, prompts
+    keep, prompts = state.kv.lengths.copy(), list(prompts)
+    for i in empty:
+        if keep[rows[i]] == 0:
+            raise ValueError(f"slot {rows[i]} is empty and got no tokens: there is nothing to continue; give at least one token")
+        keep[rows[i]] -= 1
+        prompts[i] = state.tokens(rows[i])[-1:]
+    return pages.truncate(state.kv.own, keep), prompts
+
+
+def _limits(state: State, max_new_tokens, sampling, rows, totals):
+    """Most new tokens of each row, i32[R]."""
+    if max_new_tokens is None:
+        max_new_tokens = sampling.max_new_tokens
+    if max_new_tokens is None:
+        return np.minimum(_DEFAULT_NEW_TOKENS, state.max_tokens_per_slot - totals[rows])
+    limits = np.asarray(max_new_tokens)
+    if limits.ndim == 0:
+        limits = np.full(len(rows), limits)
+    if limits.shape != (len(rows),) or not np.issubdtype(limits.dtype, np.integer) or (limits < 0).any():
+        raise ValueError(f"max_new_tokens must be a whole number of at least 0, or one for each of {len(rows)} rows; got {max_new_tokens!r}")
+    return limits.astype(np.int32)
+
+
+def _slots(state: State, rows, n: int):
+    """Slot of each sequence: a prompt's own, then empty slots for its other samples."""
+    if n == 1:
+        return rows
+    idle = np.setdiff1d(np.flatnonzero(state.num_tokens == 0), rows)
+    wanted = len(rows) * (n - 1)
+    if wanted > idle.size:
+        raise ValueError(f"n={n} samples of {len(rows)} rows need {wanted} more empty slots, {idle.size} are empty: release slots")
+    return np.concatenate([rows[:, None], idle[:wanted].reshape(len(rows), n - 1)], 1).reshape(-1)
+
+
+def _per_slot(state: State, rows, values):
+    array = np.zeros(state.num_slots, np.int32)
+    array[rows] = values
+    return array
+
+
+class Stream:
+    """A generate call under way: iterate over its `TextEvent`s; `finish()` returns (state, Output) of what was emitted.
+
+    Leaving the iteration early loses nothing: `finish()` stops the rows where they are.
+    """
+
+    def __init__(self, plan: _Plan, streamed: bool):
+        self._plan, self._streamed = plan, streamed
+        state = plan.state
+        self._key = state.key
+        self._options = self._make_options()
+        self._halt = np.zeros(state.num_slots, bool)
+        self._tracks = [self._track(i) for i in range(len(plan.sequences))]
+        self._first_token_at: float | None = None
+        self._loop = self._start(self._prefill())
+        self._events = self._run()
+        self._result: tuple[State, Output] | None = None
+
+    def __iter__(self) -> Iterator[TextEvent]:
+        return self._events
+
+    def finish(self) -> tuple[State, Output]:
+        """The successor state and the Output; idempotent."""
+        if self._result is None:
+            self._events.close()
+            self._result = self._settle()
+        return self._result
+
+    def _make_options(self):
+        plan, state = self._plan, self._plan.state
+        B = state.num_slots
+        seeds = np.zeros(len(plan.sequences), np.uint32)
+        if plan.sampling.seed is None and plan.sampling.is_random:
+            self._key, key = jax.random.split(state.key)
+            seeds = np.asarray(jax.random.bits(key, (B,), jnp.uint32))[: len(plan.sequences)]
+        prompt_lengths = plan.own_prompt.lengths[plan.rows][plan.source]
+        return plan.sampling.arrays(
+            num_slots=B,
+            rows=plan.sequences,
+            source=plan.source,
+            vocab_size=state.static.model.vocab_size,
+            eos_token_ids=state.eos_token_ids,
+            seeds=seeds,
+            prompt_lengths=prompt_lengths,
+            max_tokens=prompt_lengths + plan.limits,
+        )
+
+    def _track(self, index: int) -> _Track:
+        plan = self._plan
+        tokenizer = plan.state.tokenizer
+        stop = plan.sampling.stop_strings(int(plan.source[index]), len(plan.rows))
+        if stop and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; this model has none")
+        text = tokenizer is not None and (self._streamed or bool(stop))
+        return _Track(index, int(plan.sequences[index]), tokenizer if text else None, StopMatcher(stop) if stop else None)
+
+    def _prefill(self):
+        """Runs the prompts in chunks; returns (pools, logits f32[B, V] with each prompt's at its slot)."""
+        plan, state = self._plan, self._plan.state
+        pools, buffer, lengths = pools_of(state, plan.copies_prompt), None, plan.before.copy()
+        remaining = list(plan.prompts)
+        waiting = sorted(range(len(plan.rows)), key=lambda i: -remaining[i].size)
+        while waiting:
+            T = bucket_tokens(min(remaining[waiting[0]].size, plan.chunk_size))
+            batch = waiting[: max(1, MAX_PREFILL_TOKENS // T)]
+            batch = batch[: bucket_rows(len(batch), state.num_slots)]
+            chunks = [remaining[i][: min(T, plan.chunk_size)] for i in batch]
+            pools, logits = dispatch_prefill(state, pools, plan.own_prompt, plan.rows[batch], chunks, lengths[batch], T)
+            ready = []
+            for at, (i, chunk) in enumerate(zip(batch, chunks, strict=True)):
+                lengths[i] += chunk.size
+                remaining[i] = remaining[i][chunk.size :]
+                if remaining[i].size == 0:
+                    ready.append((i, at))
+            if ready:
+                buffer = self._collect(buffer, logits, ready)
+            waiting = sorted((i for i in waiting if remaining[i].size), key=lambda i: -remaining[i].size)
+        return pools, buffer
+
+    def _collect(self, buffer, logits, ready):
+        """Puts the logits of finished prompts, and of their samples, at their slots."""
+        plan, B = self._plan, self._plan.state.num_slots
+        place = dict(ready)
+        source = np.full(B, -1, np.int32)
+        for slot, prompt in zip(plan.sequences, plan.source, strict=True):
+            source[slot] = place.get(int(prompt), -1)
+        if buffer is None:
+            buffer = jnp.zeros((B, logits.shape[1]), jnp.float32)
+        return step("collect_logits", plan.state.static.platform)(buffer, logits, source)
+
+    def _start(self, prefilled) -> Loop | None:
+        """The decode loop's carry, and the first tokens dispatched; None when nothing is to be emitted."""
+        plan, state = self._plan, self._plan.state
+        pools, self._logits = prefilled
+        extra = np.flatnonzero(plan.sequences != plan.rows[plan.source])
+        copies, C = plan.copies_decode, state.kv.refcounts.shape[0]
+        if extra.size or (copies.dst < C).any():
+            pools = copy(state, pools, copies.src, copies.dst, plan.rows[plan.source[extra]], plan.sequences[extra])
+        done = np.ones(state.num_slots, bool)
+        done[plan.sequences] = plan.limits == 0
+        return Loop(
+            pools=pools,
+            own=jax.tree.map(jnp.asarray, plan.own_decode),
+            token=jnp.zeros(state.num_slots, jnp.int32),
+            done=jnp.asarray(done),
+            shortfall=jnp.zeros((), jnp.int32),
+        )
+
+    def _run(self) -> Iterator[TextEvent]:
+        """Dispatches and reads: while the device runs one dispatch, the host looks at the tokens of the one before."""
+        plan = self._plan
+        longest = int(plan.limits.max(initial=0))
+        if longest == 0:
+            return
+        platform = plan.state.static.platform
+        self._loop, emitted = step("first_tokens", platform)(self._loop, self._logits, self._options)
+        queue, dispatched = collections.deque([emitted]), 1
+        while queue:
+            if dispatched < longest and not self._all_finished():
+                emitted, count = self._dispatch(longest - dispatched)
+                queue.append(emitted)
+                dispatched += count
+            yield from self._read(queue.popleft())
+
+    def _dispatch(self, left: int):
+        static = self._plan.state.static
+        looped = static.platform != "cpu"
+        count = min(left, _STEPS_STREAMED if self._streamed else MAX_STEPS) if looped else 1
+        halt = self._halt.copy()  # the device may read its argument after this returns
+        self._loop, emitted = step("decode_many", static.platform)(
+            self._plan.state.params, self._loop, self._options, halt, np.int32(count), static=static, looped=looped
+        )
+        return emitted, count
+
+    def _all_finished(self) -> bool:
+        return all(track.finish_reason for track in self._tracks)
+
+    def _read(self, emitted) -> Iterator[TextEvent]:
+        emitted = jax.device_get(emitted)
+        if self._first_token_at is None:
+            self._first_token_at = time.perf_counter()
+        for i in range(emitted.valid.shape[0]):
+            for track in self._tracks:
+                if track.finish_reason is None and (event := track.take(emitted, i, self._plan.limits[track.index])):
+                    self._halt[track.row] = track.finish_reason is not None
+                    if self._streamed:
+                        yield event
+
+    def _settle(self) -> tuple[State, Output]:
+        """Gives back pages reserved and not used, rolls rows back to what counts, and reports."""
+        plan, state, loop = self._plan, self._plan.state, self._loop
+        own = Ownership(*(frozen(np.array(a)) for a in (loop.own.page_table, loop.own.lengths, loop.own.refcounts)), state.kv.page_size)
+        if int(loop.shortfall):
+            raise AssertionError(f"decode ran out of {int(loop.shortfall)} pages that were reserved")
+        kept, pending = own.lengths.copy(), np.full(len(plan.sequences), -1, np.int32)
+        for track in self._tracks:
+            total = plan.own_prompt.lengths[plan.rows[plan.source[track.index]]] + len(track.tokens)
+            kept[track.row] = min(kept[track.row], total)
+            if total > own.lengths[track.row] and track.tokens:
+                pending[track.index] = track.tokens[-1]
+        own = pages.truncate(own, kept)
+        successor_state = successor(state, loop.pools, own, plan.sequences, pending)
+        return dataclasses.replace(successor_state, key=self._key), self._output()
+
+    def _output(self) -> Output:
+        plan, tokenizer = self._plan, self._plan.state.tokenizer
+        tokens = [np.asarray(t.tokens, np.int32) for t in self._tracks]
+        text = None
+        if tokenizer is not None:
+            text = [t.text if t.stream is not None else tokenizer.decode(ids) for t, ids in zip(self._tracks, tokens, strict=True)]
+        now = time.perf_counter()
+        first = self._first_token_at or now
+        most = max((len(t) for t in tokens), default=0)
+        timings = Timings(
+            ttft_s=first - plan.started,
+            total_s=now - plan.started,
+            tpot_s=(now - first) / (most - 1) if most > 1 else 0.0,
+            prompt_tokens=sum(p.size for p in plan.prompts),
+            new_tokens=sum(len(t) for t in tokens),
+        )
+        wants = plan.sampling.wants_logprobs
+        return Output(
+            tokens=tokens,
+            text=text,
+            logprobs=[t.logprobs for t in self._tracks] if wants else None,
+            finish_reasons=[t.finish_reason or "length" for t in self._tracks],
+            rows=[t.row for t in self._tracks],
+            timings=timings,
+        )
+
+
+class _Track:
+    """The host's view of one sequence: tokens, text, and why it ended."""
+
+    def __init__(self, index: int, row: int, tokenizer, matcher: StopMatcher | None):
+        self.index, self.row = index, row
+        self.stream = tokenizer.stream() if tokenizer is not None else None
+        self.matcher = matcher
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+
+    def take(self, emitted, step_index: int, limit) -> TextEvent | None:
+        """Takes this sequence's token of one step, if it emitted one; returns what a stream should show."""
+        sampled = emitted.sampled
+        if not emitted.valid[step_index, self.row]:
+            if sampled.failed[step_index, self.row]:
+                self.finish_reason = "error"
+                return TextEvent(self.index, self.row, (), self._end_of_text(), "error")
+            return None
+        token = int(sampled.tokens[step_index, self.row])
+        self.tokens.append(token)
+        self.logprobs.append(_token_logprobs(sampled, step_index, self.row, token))
+        if sampled.is_stop[step_index, self.row]:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= limit:
+            self.finish_reason = "length"
+        text = self._show(token)
+        return TextEvent(self.index, self.row, (token,), text, self.finish_reason)
+
+    def _show(self, token: int) -> str:
+        if self.stream is None:
+            return ""
+        text = self.stream.feed([token])
+        if self.matcher is not None:
+            text = self._match(text)
+        if self.finish_reason is not None:
+            text += self._end_of_text()
+        self.text += text
+        return text

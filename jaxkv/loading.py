@@ -1,0 +1,88 @@
+"""`load_model`: a name, a Hugging Face folder, a .gguf file or a jaxkv checkpoint becomes a `Model`."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from pathlib import Path
+
+import jax
+
+from jaxkv.config import ModelConfig
+from jaxkv.io.generation import GenerationDefaults, generation_from_folder, generation_from_gguf
+from jaxkv.io.gguf_source import open_gguf
+from jaxkv.io.hf_source import open_hf_folder
+from jaxkv.io.resolve import resolve
+from jaxkv.io.tokenizer import Tokenizer
+from jaxkv.model.params import Storage, build_params
+from jaxkv.progress import Report, silent
+from jaxkv.state import Static
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A decoder ready to run: what it is, its weights, and how text becomes tokens."""
+
+    config: ModelConfig
+    params: dict
+    storage: Storage
+    tokenizer: Tokenizer | None = None
+    generation: GenerationDefaults = GenerationDefaults()
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence: the generation config's and the tokenizer's."""
+        from_tokenizer = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        return tuple(dict.fromkeys((*self.generation.eos_token_ids, *from_tokenizer)))
+
+    @cached_property
+    def static(self) -> Static:
+        """The part of every trace that is fixed by the model."""
+        return Static(self.config, self.storage.platform, self.storage.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, in every form kept."""
+        return sum(a.nbytes for a in jax.tree.leaves(self.params))
+
+
+def load_model(name_or_path: str | Path, dtype: str | None = None, weights: str | None = None, *, report: Report = silent) -> Model:
+    """Returns the model of a name ("gemma-3-270m"), a Hugging Face folder, a .gguf file or a jaxkv checkpoint folder.
+
+    Args:
+      name_or_path: an existing path wins over a known name.
+      dtype: "float32", "bfloat16" or "float16", of the operands of products over many rows; None: as `weights` wants.
+      weights: "float32", "bfloat16" or "int8": how weights are stored; None: bfloat16.
+      report: called with (what, fraction or None) as slow work goes on.
+
+    Raises:
+      ValueError: an unknown name, a malformed file, an architecture or option that is not supported; names it.
+    """
+    storage = choose_storage(dtype, weights)
+    path = resolve(name_or_path)
+    if path.is_file():
+        return _load_gguf(path, storage, report)
+    from jaxkv.io import checkpoint
+
+    if checkpoint.is_checkpoint(path):
+        return checkpoint.load_checkpoint(path, dtype=dtype, weights=weights)
+    report(f"loading {path.name}", None)
+    source = open_hf_folder(path)
+    tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
+    return Model(source.config, build_params(source, storage), storage, tokenizer, generation_from_folder(path))
+
+
+def choose_storage(dtype: str | None, weights: str | None, platform: str | None = None) -> Storage:
+    """The storage that unset options mean on a backend; the measurements behind them are in docs/performance.md."""
+    platform = platform or jax.default_backend()
+    weights = weights or "bfloat16"
+    dtype = dtype or ("float32" if weights == "float32" else "bfloat16")
+    return Storage(weights=weights, dtype=dtype, platform=platform)
+
+
+def _load_gguf(path: Path, storage: Storage, report: Report) -> Model:
+    report(f"reading {path.name}", None)
+    source = open_gguf(path)
+    tokenizer = Tokenizer.from_gguf(source.file)
+    generation = generation_from_gguf(source.file)
+    return Model(source.config, build_params(source, storage), storage, tokenizer, generation)

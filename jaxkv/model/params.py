@@ -1,0 +1,217 @@
+"""From a source of named weights to the params tree a step reads: products fused, layers stacked, forms chosen.
+
+    params = {
+      "embed": Linear [V, D]            also the head when the embeddings are tied
+      "head": Linear [V, D]             only when they are not
+      "final_norm": f32[D]
+      "layers": one dict per segment (a run of layers with one body), every array with a leading axis over its layers:
+        "qkv": Linear [N*H + 2*K*H, D]  "o": Linear [D, N*H]
+        "gate_up": Linear [2*F, D]      "down": Linear [D, F]
+        "router": Linear [E, D]         "experts_gate_up": Experts [E, 2*F, D]   "experts_down": Experts [E, D, F]
+        "attn_norm", "q_norm", ...: f32[..]
+    }
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.config import ModelConfig
+from jaxkv.io.source import WeightSource, expected_shapes
+from jaxkv.model.linear import WEIGHT_KINDS, Experts, Linear
+
+# What a product fuses: the parts of a group share their input and are stacked on the output axis.
+GROUPS = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+    "router": ("router",),
+    "experts_gate_up": ("experts_gate", "experts_up"),
+    "experts_down": ("experts_down",),
+    "embed": ("embed",),
+    "head": ("head",),
+}
+# Rows converted at once: bounds the temporaries of a large table.
+_CHUNK_ROWS = 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How weights are kept and multiplied.
+
+    weights: "float32", "bfloat16" or "int8"; dtype: of the operands of large products; platform: jax's backend name;
+    head_group: int8 columns that share a scale in the embedding and head tables (0: a whole row).
+    """
+
+    weights: str
+    dtype: str
+    platform: str
+    head_group: int = 0
+
+    def __post_init__(self):
+        if self.weights not in WEIGHT_KINDS:
+            raise ValueError(f"weights={self.weights!r} is not one of {', '.join(WEIGHT_KINDS)}")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype={self.dtype!r} is not one of float32, bfloat16, float16")
+
+
+def build_params(source: WeightSource, storage: Storage):
+    """Reads every weight once and returns the params tree, on jax's default device."""
+    config = source.config
+    shapes = expected_shapes(config)
+    top = lambda name: _table(source, shapes, name, storage)
+    params = {"embed": top("embed"), "final_norm": _vector(source, "final_norm", (None,))[0]}
+    if not config.tie_embeddings:
+        params["head"] = top("head")
+    params["layers"] = tuple(
+        _segment(source, shapes, tuple(range(first, stop)), storage) for _, first, stop in config.segments()
+    )
+    return params
+
+
+def init_params(config: ModelConfig, key, storage: Storage):
+    """Random params of the right forms, N(0, 1/sqrt(fan in)): for tests and benchmarks."""
+    return build_params(_RandomSource(config, key), storage)
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Weights of the model, tied tables counted once."""
+    return sum(math.prod(shape) for shape in expected_shapes(config).values())
+
+
+def _segment(source, shapes, layers, storage):
+    names = {name for name, layer in shapes if layer == layers[0]}
+    out = {}
+    for group, parts in GROUPS.items():
+        if parts[0] not in names:
+            continue
+        biases = [f"{part}_bias" for part in parts]
+        bias = None
+        if biases[0] in names:
+            bias = jnp.concatenate([_vector(source, b, layers) for b in biases], -1)
+        make = _experts if group.startswith("experts") else _linear
+        kind = Storage("float32", "float32", storage.platform) if group == "router" else storage
+        out[group] = make(source, parts, layers, kind, bias)
+    grouped = {part for parts in GROUPS.values() for part in parts}
+    for name in sorted(names - grouped - {f"{part}_bias" for part in grouped}):
+        out[name] = _vector(source, name, layers)
+    return out
+
+
+def _vector(source, name, layers):
+    return jnp.asarray(np.stack([np.asarray(source.read(name, layer), np.float32) for layer in layers]))
+
+
+def _linear(source, parts, layers, storage, bias):
+    return _stored(source, parts, layers, storage, group=0, bias=bias)
+
+
+def _table(source, shapes, name, storage):
+    stacked = _stored(source, (name,), (None,), storage, group=storage.head_group, bias=None)
+    return jax.tree.map(lambda a: a[0], stacked) if storage.platform != "cpu" else _first(stacked)
+
+
+def _first(tree):
+    """Drops a leading axis of size 1 without a copy."""
+    return jax.tree.map(lambda a: a.reshape(a.shape[1:]), tree)
+
+
+def _experts(source, parts, layers, storage, bias):
+    del bias
+    stored = _stored(source, parts, layers, dataclasses.replace(storage, platform="any"), group=0, bias=None)
+    return Experts(stored.weight, stored.scale, dtype="float32" if storage.platform == "cpu" else storage.dtype)
+
+
+def _stored(source, parts, layers, storage, *, group, bias):
+    """Fills preallocated [L, .., N, D] buffers chunk by chunk, so that a load never holds a tensor twice."""
+    per_part = [source.shape(part, layers[0]) for part in parts]
+    lead, (rows, columns) = per_part[0][:-2], (sum(s[-2] for s in per_part), per_part[0][-1])
+    groups = 1 if not group or columns % group else columns // group
+    shape = (len(layers), *lead, rows, columns)
+    buffers = {"weight": _aligned(shape, _NUMPY_DTYPES[storage.weights])}
+    if storage.weights == "int8":
+        buffers["scale"] = _aligned((*shape[:-1], groups), np.float32)
+        if storage.platform == "cpu":
+            buffers["wide"] = _aligned(shape, _NUMPY_DTYPES["bfloat16"])
+    for i, layer in enumerate(layers):
+        offset = 0
+        for part, part_shape in zip(parts, per_part, strict=True):
+            _fill(source, part, layer, part_shape, {k: b[i] for k, b in buffers.items()}, offset, storage, groups)
+            offset += part_shape[-2]
+    arrays = {}
+    for key in list(buffers):
+        arrays[key] = jnp.asarray(buffers.pop(key))
+    return Linear(**arrays, bias=bias, dtype=storage.dtype, platform=storage.platform)
+
+
+def _fill(source, part, layer, shape, buffers, offset, storage, groups):
+    step = _CHUNK_ROWS if len(shape) == 2 else shape[0]
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        chunk = source.read_rows(part, layer, start, stop)
+        forms = _convert(jnp.asarray(chunk), storage.weights, groups, "wide" in buffers)
+        for key, form in forms.items():
+            target = buffers[key][:, offset : offset + shape[-2]] if len(shape) == 3 else buffers[key][offset + start : offset + stop]
+            target[...] = np.asarray(form)
+
+
+def _convert(x, weights: str, groups: int, wide: bool):
+    with jax.default_device(jax.devices("cpu")[0]):
+        return _CONVERT(x, weights, groups, wide)
+
+
+def _forms(x, weights, groups, wide):  # [.., N, D] -> the arrays of one Linear
+    if weights != "int8":
+        return {"weight": x.astype(weights)}
+    x = x.astype(jnp.float32)
+    grouped = x.reshape(*x.shape[:-1], groups, -1)
+    scale = jnp.max(jnp.abs(grouped), -1) / 127
+    q = jnp.rint(grouped / jnp.where(scale > 0, scale, 1)[..., None])  # half to even; |q| <= 127 by the choice of scale
+    forms = {"weight": q.astype(jnp.int8).reshape(x.shape), "scale": scale}
+    if wide:
+        forms["wide"] = (q * scale[..., None]).astype(jnp.bfloat16).reshape(x.shape)
+    return forms
+
+
+_CONVERT = jax.jit(_forms, static_argnums=(1, 2, 3))
+_NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16), "int8": np.dtype(np.int8)}
+
+
+def _aligned(shape, dtype):
+    """An uninitialised numpy array at a 64-byte boundary: jax's CPU client then takes it over without a copy."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+class _RandomSource:
+    """A WeightSource of normal weights; norms are 1."""
+
+    def __init__(self, config, key):
+        self.config = config
+        self._shapes = expected_shapes(config)
+        self._seed = int(jax.random.bits(key, dtype=jnp.uint32))
+
+    def has(self, name, layer=None):
+        return (name, layer) in self._shapes
+
+    def shape(self, name, layer=None):
+        return self._shapes[name, layer]
+
+    def read(self, name, layer=None):
+        shape = self._shapes[name, layer]
+        if name.endswith("norm"):
+            return np.ones(shape, np.float32)
+        index = list(self._shapes).index((name, layer))
+        rng = np.random.default_rng((self._seed, index))
+        return rng.standard_normal(shape, np.float32) / np.float32(math.sqrt(shape[-1]))
+
+    def read_rows(self, name, layer, start, stop):
+        return self.read(name, layer)[start:stop]

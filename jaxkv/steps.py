@@ -1,0 +1,247 @@
+"""The engine's jitted steps: the only `jax.jit` that sees a model. Static shapes in, static shapes out.
+
+    prefill_step   a chunk of tokens for R rows -> logits of each row's last token (T 1 and R B is a decode step)
+    decode_steps   up to n tokens for every slot in one dispatch: page reservation, forward, sampling, stop, all on the device
+    first_tokens   samples from the prompt's logits
+    score_step     logits of every position, no cache
+
+Each counts its traces (`trace_counts`). Pages and history are donated, parameters never.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv.kv import pages
+from jaxkv.kv.pages import Ownership
+from jaxkv.kv.store import copy_pages, write_tokens
+from jaxkv.model.decoder import forward, logits
+from jaxkv.model.linear import as_bits
+from jaxkv.sample_step import Sampled, SamplingArrays, sample
+from jaxkv.state import Static
+
+# Steps a dispatch of `decode_steps` takes at most: the length of its output buffers.
+MAX_STEPS = 32
+_TRACES: collections.Counter = collections.Counter()
+# XLA:CPU vectorises a reduction only when it may reassociate it; NaN and Inf stay honoured (docs/performance.md).
+_COMPILER_OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512, "xla_cpu_enable_fast_math": True}}
+
+
+def trace_counts() -> dict[str, int]:
+    """How often each step has been traced in this process. After warm-up no call should change it."""
+    return dict(_TRACES)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pools:
+    """What a step updates in place: donated, and returned as its successor."""
+
+    k_pages: jax.Array  # [L*C, K, P, H]
+    v_pages: jax.Array  # [L*C, K, P, H]
+    history: jax.Array  # i32[B, S]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """What decoding carries from token to token, all on the device."""
+
+    pools: Pools
+    own: Ownership  # page_table i32[B, M], lengths i32[B], refcounts i32[C]
+    token: jax.Array  # i32[B] emitted last, not stored yet
+    done: jax.Array  # bool[B] rows that emit no more; idle slots too
+    shortfall: jax.Array  # i32[] pages that were missing; anything but 0 ended the loop
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """What n steps emitted; [n, B, ..]. Where `valid` is False the row emitted nothing in that step."""
+
+    sampled: Sampled
+    valid: jax.Array  # bool[n, B]
+    done: jax.Array  # bool[n, B] after the step
+
+
+def step(name: str, platform: str):
+    """The jitted function of that name for that backend, made once."""
+    return _jitted(name, platform)
+
+
+@functools.cache
+def _jitted(name: str, platform: str):
+    function, donated, static = _STEPS[name]
+
+    @functools.wraps(function)
+    def counted(*args, **kwargs):
+        _TRACES[name] += 1
+        return function(*args, **kwargs)
+
+    return jax.jit(
+        counted, donate_argnames=donated, static_argnames=static, compiler_options=_COMPILER_OPTIONS.get(platform)
+    )
+
+
+def prefill_step(params, pools: Pools, page_table, lengths, rows, tokens, counts, *, static: Static, all_logits: bool):
+    """Stores tokens[r, :counts[r]] behind the lengths[r] tokens of slot rows[r].
+
+    Args:
+      page_table: i32[R, M], of these rows, owning pages for what is stored.
+      lengths, counts: i32[R]; a count of 0 stores nothing.
+      rows: i32[R], the slot of each; B or more: padding.
+      tokens: i32[R, T].
+
+    Returns:
+      pools and logits f32[R, V] of each row's last token, or f32[R, T, V] of all.
+    """
+    params, bits = as_bits(params, static.platform), _bits(pools, static)
+    x, k, v = _forward(params, bits, page_table, lengths, tokens, counts, static)
+    T = tokens.shape[1]
+    columns = lengths[:, None] + jnp.arange(T, dtype=jnp.int32)
+    columns = jnp.where(jnp.arange(T) < counts[:, None], columns, pools.history.shape[1])
+    history = pools.history.at[rows[:, None], columns].set(tokens, mode="drop")
+    pools = _stored(pools, bits, k, v, page_table, lengths, counts, history)
+    if not all_logits:
+        x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], 1)[:, 0]
+    return pools, logits(static.model, params, x)
+
+
+def decode_steps(params, loop: Loop, options: SamplingArrays, halt, num_steps, *, static: Static, looped: bool):
+    """Emits up to `num_steps` (i32, at most MAX_STEPS) tokens a slot; rows in `halt` bool[B] stop before the first.
+
+    looped False is one step without a loop around it: XLA:CPU hoists the conversion of every weight out of a loop, so that
+    dispatching each step is twice as fast there.
+
+    Returns:
+      the loop's successor and Emitted with n = MAX_STEPS (looped) or 1.
+    """
+    params, bits = as_bits(params, static.platform), _bits(loop.pools, static)
+    pool_dtype = loop.pools.k_pages.dtype
+    loop = dataclasses.replace(loop, pools=bits, done=loop.done | halt)
+    if not looped:
+        loop, emitted = _decode_one(params, loop, options, static)
+        return _unpacked(loop, pool_dtype), jax.tree.map(lambda a: a[None], emitted)
+
+    shapes = jax.eval_shape(lambda: _decode_one(params, loop, options, static)[1])
+    buffers = jax.tree.map(lambda a: jnp.zeros((MAX_STEPS, *a.shape), a.dtype), shapes)
+
+    def more(carry):
+        i, loop, _ = carry
+        return (i < num_steps) & ~jnp.all(loop.done)
+
+    def one(carry):
+        i, loop, buffers = carry
+        loop, emitted = _decode_one(params, loop, options, static)
+        return i + 1, loop, jax.tree.map(lambda b, e: lax.dynamic_update_index_in_dim(b, e, i, 0), buffers, emitted)
+
+    _, loop, buffers = lax.while_loop(more, one, (jnp.int32(0), loop, buffers))
+    return _unpacked(loop, pool_dtype), buffers
+
+
+def first_tokens(loop: Loop, prompt_logits, options: SamplingArrays):
+    """Samples every live slot's first token from its prompt's logits f32[B, V]; returns the loop and Emitted (n = 1)."""
+    loop, emitted = _emit(loop, prompt_logits, ~loop.done, options)
+    return loop, jax.tree.map(lambda a: a[None], emitted)
+
+
+def collect_logits(buffer, new, source):
+    """Returns buffer f32[B, V] with row b replaced by new[source[b]] where source[b] >= 0."""
+    return jnp.where((source >= 0)[:, None], new[jnp.maximum(source, 0)], buffer)
+
+
+def copy_rows(pools: Pools, page_src, page_dst, row_src, row_dst, *, num_layers: int):
+    """Copies pages (all layers) and history rows; a destination past the end is dropped."""
+    history = pools.history.at[row_dst].set(pools.history[row_src], mode="drop")
+    copy = lambda a: copy_pages(a, page_src, page_dst, num_layers)
+    return Pools(copy(pools.k_pages), copy(pools.v_pages), history)
+
+
+def score_step(params, tokens, counts, *, static: Static):
+    """Logits f32[B, T, V] of tokens i32[B, T], each row causal over itself alone; no pages."""
+    params = as_bits(params, static.platform)
+    config = static.model
+    nothing = jnp.zeros((config.num_layers, config.num_kv_heads, 1, config.head_dim), jnp.float32)
+    table = jnp.zeros((tokens.shape[0], 1), jnp.int32)
+    empty = Pools(nothing, nothing, tokens)
+    x, _, _ = _forward(params, empty, table, jnp.zeros_like(counts), tokens, counts, static)
+    return logits(config, params, x)
+
+
+def _decode_one(params, loop: Loop, options: SamplingArrays, static: Static):
+    live = ~loop.done
+    own, _, shortfall = pages.append(loop.own, live.astype(jnp.int32))
+    live &= shortfall == 0
+    # Rows that emit nothing attend to nothing: their pages are not read.
+    before = jnp.where(live, loop.own.lengths, 0)
+    counts = live.astype(jnp.int32)
+    x, k, v = _forward(params, loop.pools, own.page_table, before, loop.token[:, None], counts, static)
+    pools = _stored(loop.pools, loop.pools, k, v, own.page_table, before, counts, loop.pools.history)
+    loop = dataclasses.replace(
+        loop, pools=pools, own=own, shortfall=loop.shortfall + shortfall, done=loop.done | (shortfall > 0)
+    )
+    return _emit(loop, logits(static.model, params, x[:, 0]), live, options)
+
+
+def _emit(loop: Loop, row_logits, live, options: SamplingArrays):
+    """Samples a token for every live row, appends it to the history as pending, and says who is done."""
+    lengths = loop.own.lengths
+    sampled = sample(row_logits, loop.pools.history, lengths, options)
+    valid = live & ~sampled.failed
+    B, S = loop.pools.history.shape
+    column = jnp.where(valid, lengths, S)
+    history = loop.pools.history.at[jnp.arange(B), column].set(sampled.tokens, mode="drop")
+    done = loop.done | (live & (sampled.failed | sampled.is_stop | (lengths + 1 >= options.max_tokens)))
+    loop = dataclasses.replace(
+        loop,
+        pools=dataclasses.replace(loop.pools, history=history),
+        token=jnp.where(valid, sampled.tokens, loop.token),
+        done=done,
+    )
+    return loop, Emitted(sampled, valid, done)
+
+
+def _forward(params, pools: Pools, page_table, lengths, tokens, counts, static: Static):
+    return forward(
+        static.model, params, pools.k_pages, pools.v_pages, page_table, lengths, tokens, counts,
+        dtype=static.dtype, implementation=static.implementation,
+    )  # fmt: skip
+
+
+def _stored(pools: Pools, bits: Pools, k, v, page_table, lengths, counts, history) -> Pools:
+    """Writes new keys and values; the result has the dtype of `pools`, `bits` is the same pools in their travelling form."""
+    write = lambda a, new: write_tokens(a, new, page_table, lengths, counts)
+    written = Pools(write(bits.k_pages, k), write(bits.v_pages, v), history)
+    return _as_dtype(written, pools.k_pages.dtype)
+
+
+def _bits(pools: Pools, static: Static) -> Pools:
+    return as_bits(pools, static.platform)
+
+
+def _as_dtype(pools: Pools, dtype) -> Pools:
+    if pools.k_pages.dtype == dtype:
+        return pools
+    back = lambda a: lax.bitcast_convert_type(a, dtype)
+    return Pools(back(pools.k_pages), back(pools.v_pages), pools.history)
+
+
+def _unpacked(loop: Loop, dtype) -> Loop:
+    return dataclasses.replace(loop, pools=_as_dtype(loop.pools, dtype))
+
+
+_STEPS = {
+    "prefill": (prefill_step, ("pools",), ("static", "all_logits")),
+    "decode": (prefill_step, ("pools",), ("static", "all_logits")),
+    "decode_many": (decode_steps, ("loop",), ("static", "looped")),
+    "first_tokens": (first_tokens, ("loop",), ()),
+    "collect_logits": (collect_logits, (), ()),
+    "copy_rows": (copy_rows, ("pools",), ("num_layers",)),
+    "score": (score_step, (), ("static",)),
+}
