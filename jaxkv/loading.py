@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxkv.config import ModelConfig
+from jaxkv.io import checkpoint
 from jaxkv.io.generation import GenerationDefaults, generation_from_folder, generation_from_gguf
 from jaxkv.io.gguf_source import open_gguf
 from jaxkv.io.hf_source import open_hf_folder
@@ -62,10 +63,8 @@ def load_model(name_or_path: str | Path, dtype: str | None = None, weights: str 
     path = resolve(name_or_path)
     if path.is_file():
         return _load_gguf(path, storage, report)
-    from jaxkv.io import checkpoint
-
     if checkpoint.is_checkpoint(path):
-        return checkpoint.load_checkpoint(path, dtype=dtype, weights=weights)
+        return _load_checkpoint(path, dtype, weights, report)
     report(f"loading {path.name}", None)
     source = open_hf_folder(path)
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
@@ -78,6 +77,27 @@ def choose_storage(dtype: str | None, weights: str | None, platform: str | None 
     weights = weights or "bfloat16"
     dtype = dtype or ("float32" if weights == "float32" else "bfloat16")
     return Storage(weights=weights, dtype=dtype, platform=platform)
+
+
+def save_checkpoint(model: Model, path: str | Path) -> None:
+    """Writes the model as a checkpoint folder that `load_model` reads without converting anything.
+
+    Raises:
+      ValueError: something is at `path` already.
+    """
+    checkpoint.write(Path(path), model.config, model.storage, model.generation, model.params, model.tokenizer)
+
+
+def _load_checkpoint(path: Path, dtype: str | None, weights: str | None, report: Report) -> Model:
+    report(f"loading {path.name}", None)
+    config, storage, generation, params = checkpoint.read(path)
+    if weights not in (None, storage.weights) or dtype not in (None, storage.dtype):
+        raise ValueError(
+            f"{path} holds weights={storage.weights!r} for dtype={storage.dtype!r}, not weights={weights!r}, dtype={dtype!r}:"
+            " load it without these arguments, or convert the original again"
+        )
+    tokenizer = Tokenizer.load(path / "tokenizer") if (path / "tokenizer").is_dir() else None
+    return Model(config, params, storage, tokenizer, generation)
 
 
 def _load_gguf(path: Path, storage: Storage, report: Report) -> Model:

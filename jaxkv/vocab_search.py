@@ -155,12 +155,22 @@ def locate(sums: jax.Array, weights_of: Callable, rank: jax.Array) -> jax.Array:
       weights_of: block i32[B] -> its weights i32[B, 512].
       rank: i32[B].
     """
-    prefix = jnp.cumsum(sums, axis=1)
-    block = jnp.sum(prefix <= rank[:, None], axis=1, dtype=jnp.int32)
-    rest = rank - jnp.sum(jnp.where(prefix <= rank[:, None], sums, 0), axis=1)
-    lane = jnp.sum(jnp.cumsum(weights_of(block), axis=1) <= rest[:, None], axis=1, dtype=jnp.int32)
     num_blocks = sums.shape[1]
+    block, rest = _first_past(sums, rank)
+    lane, _ = _first_past(weights_of(block), rest)
     return jnp.where(block < num_blocks, block * BLOCK + lane, num_blocks * BLOCK)
+
+
+def _first_past(weights: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First index of [B, X] whose prefix sum passes `rank` (X when none), and the rank left inside it.
+
+    Prefix sums as a masked [X, X] reduce: one fused pass where jnp.cumsum expands to dozens of operations, which made
+    compiling `sample` three times longer.
+    """
+    size = weights.shape[1]
+    below = jnp.arange(size)[:, None] >= jnp.arange(size)
+    passed = block_sums(jnp.where(below, weights[:, None, :], 0))[0] <= rank[:, None]
+    return jnp.sum(passed, axis=1, dtype=jnp.int32), rank - jnp.sum(jnp.where(passed, weights, 0), axis=1)
 
 
 def shortlist(blocks: jax.Array, tops: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

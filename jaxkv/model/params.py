@@ -60,12 +60,17 @@ class Storage:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype={self.dtype!r} is not one of float32, bfloat16, float16")
 
+    @property
+    def expert_dtype(self) -> str:
+        """Of ragged products: XLA:CPU has no fast bf16 form of them."""
+        return "float32" if self.platform == "cpu" else self.dtype
+
 
 def build_params(source: WeightSource, storage: Storage):
     """Reads every weight once and returns the params tree, on jax's default device."""
     config = source.config
     shapes = expected_shapes(config)
-    top = lambda name: _table(source, shapes, name, storage)
+    top = lambda name: _table(source, name, storage)
     params = {"embed": top("embed"), "final_norm": _vector(source, "final_norm", (None,))[0]}
     if not config.tie_embeddings:
         params["head"] = top("head")
@@ -78,6 +83,35 @@ def build_params(source: WeightSource, storage: Storage):
 def init_params(config: ModelConfig, key, storage: Storage):
     """Random params of the right forms, N(0, 1/sqrt(fan in)): for tests and benchmarks."""
     return build_params(_RandomSource(config, key), storage)
+
+
+def check_params(params, config: ModelConfig, storage: Storage, where: str) -> None:
+    """Raises ValueError unless the weights of a params tree have the shapes and kinds of its config and storage."""
+    shapes = expected_shapes(config)
+    if len(params["layers"]) != len(config.segments()):
+        raise ValueError(f"{where}: {len(params['layers'])} runs of layers, the config has {len(config.segments())}")
+
+    def check(name, array, shape, dtype):
+        if tuple(array.shape) != tuple(shape) or str(array.dtype) != dtype:
+            raise ValueError(f"{where}: {name} is {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}")
+
+    def visit(tree, lead, layer):
+        for (name, at), shape in shapes.items():
+            if at != layer or name.endswith("_bias"):
+                continue
+            group = next((g for g, parts in GROUPS.items() if name in parts), None)
+            if (group or name) not in tree:
+                raise ValueError(f"{where}: {group or name} is missing")
+            if group is None:
+                check(name, tree[name], (*lead, *shape), "float32")
+            elif name == GROUPS[group][0]:
+                rows = sum(shapes[part, layer][-2] for part in GROUPS[group])
+                kind = "float32" if group == "router" else storage.weights
+                check(group, tree[group].weight, (*lead, *shape[:-2], rows, shape[-1]), kind)
+
+    visit(params, (), None)
+    for tree, (_, first, stop) in zip(params["layers"], config.segments(), strict=True):
+        visit(tree, (stop - first,), first)
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -112,23 +146,17 @@ def _linear(source, parts, layers, storage, bias):
     return _stored(source, parts, layers, storage, group=0, bias=bias)
 
 
-def _table(source, shapes, name, storage):
-    stacked = _stored(source, (name,), (None,), storage, group=storage.head_group, bias=None)
-    return jax.tree.map(lambda a: a[0], stacked) if storage.platform != "cpu" else _first(stacked)
-
-
-def _first(tree):
-    """Drops a leading axis of size 1 without a copy."""
-    return jax.tree.map(lambda a: a.reshape(a.shape[1:]), tree)
+def _table(source, name, storage):
+    return _stored(source, (name,), (None,), storage, group=storage.head_group, bias=None, stacked=False)
 
 
 def _experts(source, parts, layers, storage, bias):
     del bias
     stored = _stored(source, parts, layers, dataclasses.replace(storage, platform="any"), group=0, bias=None)
-    return Experts(stored.weight, stored.scale, dtype="float32" if storage.platform == "cpu" else storage.dtype)
+    return Experts(stored.weight, stored.scale, dtype=storage.expert_dtype)
 
 
-def _stored(source, parts, layers, storage, *, group, bias):
+def _stored(source, parts, layers, storage, *, group, bias, stacked=True):
     """Fills preallocated [L, .., N, D] buffers chunk by chunk, so that a load never holds a tensor twice."""
     per_part = [source.shape(part, layers[0]) for part in parts]
     lead, (rows, columns) = per_part[0][:-2], (sum(s[-2] for s in per_part), per_part[0][-1])
@@ -146,7 +174,8 @@ def _stored(source, parts, layers, storage, *, group, bias):
             offset += part_shape[-2]
     arrays = {}
     for key in list(buffers):
-        arrays[key] = jnp.asarray(buffers.pop(key))
+        buffer = buffers.pop(key)
+        arrays[key] = jnp.asarray(buffer if stacked else buffer[0])
     return Linear(**arrays, bias=bias, dtype=storage.dtype, platform=storage.platform)
 
 

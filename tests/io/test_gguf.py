@@ -124,7 +124,14 @@ def test_the_small_file_itself_is_fine(tmp_path):
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("alignment", [1, 32, 64])
 def test_versions_alignments_and_values(tmp_path, version, alignment):
-    metadata = {"general.alignment": alignment, "t": "text", "f": 0.5, "b": True, "s": ["x", ""], "n": np.arange(3, dtype="u4")}
+    metadata = {
+        "general.alignment": alignment,
+        "t": "text",
+        "f": 0.5,
+        "b": True,
+        "s": ["x", ""],
+        "n": np.arange(3, dtype="u4"),
+    }
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     file = read_gguf(write(tmp_path, gguf(metadata, {"w": array, "v": array[0]}, version, alignment)))
     assert {key: file.metadata[key] for key in "tfb"} == {"t": "text", "f": 0.5, "b": True}
@@ -168,7 +175,10 @@ def _llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray:
     out = []
     for i in range(0, head_dim, 2):
         wavelen = 2 * math.pi * rope.theta ** (i / head_dim)
-        low, high = rope.original_max_positions / rope.low_freq_factor, rope.original_max_positions / rope.high_freq_factor
+        low, high = (
+            rope.original_max_positions / rope.low_freq_factor,
+            rope.original_max_positions / rope.high_freq_factor,
+        )
         if wavelen < high:
             out.append(1.0)
         elif wavelen > low:
@@ -182,7 +192,10 @@ def _llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 ARCH = {
-    "gemma2": ("gemma2", {"attention.sliding_window": 12, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    "gemma2": (
+        "gemma2",
+        {"attention.sliding_window": 12, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
     "gemma3": ("gemma3", {"attention.sliding_window": 10}),
     "llama_gqa_llama3rope": ("llama", {"rope.scaling.original_context_length": 64}),
     "llama_mha": ("llama", {}),

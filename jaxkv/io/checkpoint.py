@@ -1,0 +1,165 @@
+"""jaxkv's own checkpoints: the params tree in Orbax form, and beside it what the model is, as JSON.
+
+    folder/
+      jaxkv.json     format, config, storage, generation defaults
+      params/        Orbax, uncompressed: weights hardly compress, and reading is then the disk's speed
+      tokenizer/     the files the tokenizer was read from
+
+A folder appears whole or not at all: it is written beside its place, synced, and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.config import ModelConfig, RopeConfig
+from jaxkv.io.generation import GenerationDefaults
+from jaxkv.io.json_file import read_object
+from jaxkv.model.linear import Experts, Linear
+from jaxkv.model.params import Storage, check_params
+
+FORMAT = 1
+_DESCRIPTION = "jaxkv.json"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder is one of ours."""
+    return (path / _DESCRIPTION).is_file()
+
+
+def write(
+    path: Path, config: ModelConfig, storage: Storage, generation: GenerationDefaults, params, tokenizer=None
+) -> None:
+    """Writes a checkpoint folder; an existing one at `path` is an error.
+
+    Raises:
+      ValueError: something is at `path` already.
+    """
+    if path.exists():
+        raise ValueError(f"{path} exists already: remove it or save elsewhere")
+    description = {
+        "format": FORMAT,
+        "config": dataclasses.asdict(config),
+        "storage": dataclasses.asdict(storage),
+        "generation": dataclasses.asdict(generation),
+    }
+    with _appearing(path) as folder:
+        (folder / _DESCRIPTION).write_text(json.dumps(description, indent=1))
+        if tokenizer is not None:
+            (folder / "tokenizer").mkdir()
+            tokenizer.save(folder / "tokenizer")
+        with _checkpointer() as checkpointer:
+            import orbax.checkpoint as ocp
+
+            checkpointer.save(folder / "params", args=ocp.args.PyTreeSave(_nested(params)))
+
+
+def read(path: Path) -> tuple[ModelConfig, Storage, GenerationDefaults, dict]:
+    """(config, storage, generation, params) of a checkpoint folder.
+
+    Raises:
+      ValueError: not a checkpoint of this format, or weights that do not fit its config.
+    """
+    description = read_object(path / _DESCRIPTION)
+    if description.get("format") != FORMAT:
+        raise ValueError(f"{path}: checkpoint format {description.get('format')!r}, this jaxkv reads {FORMAT}")
+    try:
+        config = _config(description["config"])
+        storage = Storage(**description["storage"])
+        generation = _tuples(GenerationDefaults, description["generation"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path / _DESCRIPTION}: not a description of a model: {error}") from None
+    params = _tree(_restore(path / "params"), storage)
+    check_params(params, config, storage, str(path))
+    return config, storage, generation, params
+
+
+def _restore(path: Path):
+    import orbax.checkpoint as ocp
+
+    if not path.is_dir():
+        raise ValueError(f"{path} is missing: the checkpoint is incomplete")
+    with _checkpointer() as checkpointer:
+        try:
+            names = checkpointer.metadata(path)
+            tree = getattr(names, "item_metadata", names)
+            tree = getattr(tree, "tree", tree)
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+        except (KeyError, TypeError, OSError) as error:
+            raise ValueError(f"{path}: Orbax cannot read it: {error}") from error
+
+
+@contextlib.contextmanager
+def _checkpointer():
+    # Orbax takes most of a second to import: only those who read or write a checkpoint pay.
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)) as checkpointer:
+        yield checkpointer
+
+
+@contextlib.contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `path` at the end, in one rename; on an error nothing is left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        yield temp
+        os.replace(temp, path)
+    except BaseException:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+
+
+def _nested(params) -> dict:
+    """The params tree as nested dicts of arrays, absent forms left out."""
+
+    def plain(node):
+        if isinstance(node, Linear | Experts):
+            arrays = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
+            return {k: v for k, v in arrays.items() if isinstance(v, jax.Array)}
+        if isinstance(node, tuple):
+            return {str(i): plain(x) for i, x in enumerate(node)}
+        return {k: plain(v) for k, v in node.items()} if isinstance(node, dict) else node
+
+    return plain(params)
+
+
+def _tree(nested: dict, storage: Storage):
+    """The inverse of `_nested`: dicts with a "weight" become the products they were."""
+
+    def build(name, node):
+        if not isinstance(node, dict):
+            return jnp.asarray(node)
+        arrays = {k: build(k, v) for k, v in node.items()}
+        if "weight" not in arrays:
+            return arrays
+        if name.startswith("experts"):
+            return Experts(**arrays, dtype=storage.expert_dtype)
+        return Linear(**arrays, dtype="float32" if name == "router" else storage.dtype, platform=storage.platform)
+
+    tree = build("", nested)
+    layers = tree.get("layers", {})
+    tree["layers"] = tuple(layers[str(i)] for i in range(len(layers)))
+    return tree
+
+
+def _config(given: dict) -> ModelConfig:
+    ropes = tuple(RopeConfig(**rope) for rope in given["ropes"])
+    return _tuples(ModelConfig, {**given, "ropes": ropes})
+
+
+def _tuples(kind, given: dict):
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
