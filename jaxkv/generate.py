@@ -152,10 +152,9 @@ def _plan(state, tokens, lengths, max_new_tokens, sampling, rows, chunk_size) ->
     before = own.lengths[rows]
     stored = _per_slot(state, rows, [p.size for p in prompts])
     limits = _limits(state, max_new_tokens, sampling, rows, own.lengths + stored)
+    check_room(state, own.lengths + stored + _per_slot(state, rows, limits))
     source = np.repeat(np.arange(len(rows)), sampling.n)
-    sequences = _slots(state, rows, sampling.n)
-    limits = limits[source]
-    check_room(state, own.lengths + stored + np.maximum(_per_slot(state, rows, limits[:: sampling.n]) - 0, 0))
+    sequences, limits = _slots(state, rows, sampling.n), limits[source]
 
     own_prompt, copies_prompt, shortfall = pages.append(own, stored)
     if shortfall:
@@ -249,7 +248,7 @@ class Stream:
         plan, state = self._plan, self._plan.state
         B = state.num_slots
         seeds = np.zeros(len(plan.sequences), np.uint32)
-        if plan.sampling.seed is None and plan.sampling.is_random:
+        if plan.sampling.needs_seeds:
             self._key, key = jax.random.split(state.key)
             seeds = np.asarray(jax.random.bits(key, (B,), jnp.uint32))[: len(plan.sequences)]
         prompt_lengths = plan.own_prompt.lengths[plan.rows][plan.source]
@@ -448,3 +447,25 @@ class _Track:
             text += self._end_of_text()
         self.text += text
         return text
+
+    def _match(self, text: str) -> str:
+        """What may be shown now; on a stop string, drops the tokens it takes part in."""
+        text = self.matcher.feed(text)
+        if self.matcher.stopped:
+            self.finish_reason = "stop"
+            self.tokens = self.tokens[: self.matcher.num_tokens]
+            self.logprobs = self.logprobs[: self.matcher.num_tokens]
+        return text
+
+    def _end_of_text(self) -> str:
+        """What was held back: half a character, or the start of a stop string that did not come."""
+        if self.stream is None or (self.matcher is not None and self.matcher.stopped):
+            return ""
+        tail = self.stream.finish()
+        return tail if self.matcher is None else self.matcher.feed(tail) + self.matcher.flush()
+
+
+def _token_logprobs(sampled, i: int, row: int, token: int) -> TokenLogprobs:
+    ids, values = sampled.top_ids[i, row], sampled.top_logprobs[i, row]
+    top = tuple((int(t), float(p)) for t, p in zip(ids, values, strict=True) if t >= 0)
+    return TokenLogprobs(token, float(sampled.logprobs[i, row]), top)

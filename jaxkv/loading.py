@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
+import shutil
 from functools import cached_property
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import jax
 
 from jaxkv.config import ModelConfig
 from jaxkv.io import checkpoint
+from jaxkv.io.cache import cache_dir
 from jaxkv.io.generation import GenerationDefaults, generation_from_folder, generation_from_gguf
 from jaxkv.io.gguf_source import open_gguf
 from jaxkv.io.hf_source import open_hf_folder
@@ -101,8 +105,43 @@ def _load_checkpoint(path: Path, dtype: str | None, weights: str | None, report:
 
 
 def _load_gguf(path: Path, storage: Storage, report: Report) -> Model:
+    """Converts once: params of a GGUF file are kept as a checkpoint under the cache folder, by the file's digest and form."""
     report(f"reading {path.name}", None)
     source = open_gguf(path)
-    tokenizer = Tokenizer.from_gguf(source.file)
-    generation = generation_from_gguf(source.file)
-    return Model(source.config, build_params(source, storage), storage, tokenizer, generation)
+    tokenizer, generation = Tokenizer.from_gguf(source.file), generation_from_gguf(source.file)
+    kept = cache_dir("converted") / f"{_digest(path)[:32]}-{storage.name}-{checkpoint.FORMAT}"
+    params = _read_kept(kept, source.config, storage)
+    if params is None:
+        report(f"converting {path.name} to {storage.weights}", 0.0)
+        params = build_params(source, storage, lambda done: report(f"converting {path.name} to {storage.weights}", done))
+        report(f"keeping the converted weights in {kept}", None)
+        _keep(kept, source.config, storage, generation, params)
+    return Model(source.config, params, storage, tokenizer, generation)
+
+
+def _read_kept(kept: Path, config: ModelConfig, storage: Storage):
+    """Converted params from the cache, or None: whatever is wrong there is converted again."""
+    if not checkpoint.is_checkpoint(kept):
+        return None
+    try:
+        kept_config, kept_storage, _, params = checkpoint.read(kept)
+    except ValueError:
+        kept_config = None
+    if kept_config != config or kept_storage != storage:
+        shutil.rmtree(kept, ignore_errors=True)
+        return None
+    return params
+
+
+def _keep(kept: Path, config, storage, generation, params) -> None:
+    """Adds to the cache; a full disk or another process that was first costs nothing but the time of the next load."""
+    try:
+        checkpoint.write(kept, config, storage, generation, params)
+    except (OSError, ValueError) as error:
+        logging.getLogger(__name__).warning("could not keep converted weights in %s: %s", kept, error)
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file, as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

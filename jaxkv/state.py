@@ -110,7 +110,7 @@ def init_state(
     pages_per_slot = -(-max_tokens_per_slot // page_size)
     num_pages = num_slots * pages_per_slot + 1 if num_pages is None else num_pages
     kv_dtype = kv_dtype or ("float32" if model.storage.platform == "cpu" else model.storage.dtype)
-    kv = empty_kv(config, num_slots, pages_per_slot, page_size, num_pages, kv_dtype)
+    kv = empty_kv(config, num_slots, pages_per_slot, page_size, num_pages, kv_dtype, model.storage.platform)
     return State(
         params=model.params,
         kv=kv,

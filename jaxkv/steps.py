@@ -22,7 +22,6 @@ from jaxkv.kv import pages
 from jaxkv.kv.pages import Ownership
 from jaxkv.kv.store import copy_pages, write_tokens
 from jaxkv.model.decoder import forward, logits
-from jaxkv.model.linear import as_bits
 from jaxkv.sample_step import Sampled, SamplingArrays, sample
 from jaxkv.state import Static
 
@@ -101,13 +100,12 @@ def prefill_step(params, pools: Pools, page_table, lengths, rows, tokens, counts
     Returns:
       pools and logits f32[R, V] of each row's last token, or f32[R, T, V] of all.
     """
-    params, bits = as_bits(params, static.platform), _bits(pools, static)
-    x, k, v = _forward(params, bits, page_table, lengths, tokens, counts, static)
+    x, pools = _forward(params, pools, page_table, lengths, tokens, counts, static)
     T = tokens.shape[1]
     columns = lengths[:, None] + jnp.arange(T, dtype=jnp.int32)
     columns = jnp.where(jnp.arange(T) < counts[:, None], columns, pools.history.shape[1])
     history = pools.history.at[rows[:, None], columns].set(tokens, mode="drop")
-    pools = _stored(pools, bits, k, v, page_table, lengths, counts, history)
+    pools = dataclasses.replace(pools, history=history)
     if not all_logits:
         x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], 1)[:, 0]
     return pools, logits(static.model, params, x)
@@ -122,12 +120,10 @@ def decode_steps(params, loop: Loop, options: SamplingArrays, halt, num_steps, *
     Returns:
       the loop's successor and Emitted with n = MAX_STEPS (looped) or 1.
     """
-    params, bits = as_bits(params, static.platform), _bits(loop.pools, static)
-    pool_dtype = loop.pools.k_pages.dtype
-    loop = dataclasses.replace(loop, pools=bits, done=loop.done | halt)
+    loop = dataclasses.replace(loop, done=loop.done | halt)
     if not looped:
         loop, emitted = _decode_one(params, loop, options, static)
-        return _unpacked(loop, pool_dtype), jax.tree.map(lambda a: a[None], emitted)
+        return loop, jax.tree.map(lambda a: a[None], emitted)
 
     shapes = jax.eval_shape(lambda: _decode_one(params, loop, options, static)[1])
     buffers = jax.tree.map(lambda a: jnp.zeros((MAX_STEPS, *a.shape), a.dtype), shapes)
@@ -142,7 +138,7 @@ def decode_steps(params, loop: Loop, options: SamplingArrays, halt, num_steps, *
         return i + 1, loop, jax.tree.map(lambda b, e: lax.dynamic_update_index_in_dim(b, e, i, 0), buffers, emitted)
 
     _, loop, buffers = lax.while_loop(more, one, (jnp.int32(0), loop, buffers))
-    return _unpacked(loop, pool_dtype), buffers
+    return loop, buffers
 
 
 def first_tokens(loop: Loop, prompt_logits, options: SamplingArrays):
@@ -165,12 +161,10 @@ def copy_rows(pools: Pools, page_src, page_dst, row_src, row_dst, *, num_layers:
 
 def score_step(params, tokens, counts, *, static: Static):
     """Logits f32[B, T, V] of tokens i32[B, T], each row causal over itself alone; no pages."""
-    params = as_bits(params, static.platform)
     config = static.model
     nothing = jnp.zeros((config.num_layers, config.num_kv_heads, 1, config.head_dim), jnp.float32)
     table = jnp.zeros((tokens.shape[0], 1), jnp.int32)
-    empty = Pools(nothing, nothing, tokens)
-    x, _, _ = _forward(params, empty, table, jnp.zeros_like(counts), tokens, counts, static)
+    x, *_ = forward(config, params, nothing, nothing, table, jnp.zeros_like(counts), tokens, counts, dtype=static.dtype)
     return logits(config, params, x)
 
 
@@ -181,8 +175,7 @@ def _decode_one(params, loop: Loop, options: SamplingArrays, static: Static):
     # Rows that emit nothing attend to nothing: their pages are not read.
     before = jnp.where(live, loop.own.lengths, 0)
     counts = live.astype(jnp.int32)
-    x, k, v = _forward(params, loop.pools, own.page_table, before, loop.token[:, None], counts, static)
-    pools = _stored(loop.pools, loop.pools, k, v, own.page_table, before, counts, loop.pools.history)
+    x, pools = _forward(params, loop.pools, own.page_table, before, loop.token[:, None], counts, static)
     loop = dataclasses.replace(
         loop, pools=pools, own=own, shortfall=loop.shortfall + shortfall, done=loop.done | (shortfall > 0)
     )
@@ -208,32 +201,13 @@ def _emit(loop: Loop, row_logits, live, options: SamplingArrays):
 
 
 def _forward(params, pools: Pools, page_table, lengths, tokens, counts, static: Static):
-    return forward(
+    """Runs the decoder and writes the new keys and values; returns (hidden, pools)."""
+    x, k, v, k_pages, v_pages = forward(
         static.model, params, pools.k_pages, pools.v_pages, page_table, lengths, tokens, counts,
         dtype=static.dtype, implementation=static.implementation,
     )  # fmt: skip
-
-
-def _stored(pools: Pools, bits: Pools, k, v, page_table, lengths, counts, history) -> Pools:
-    """Writes new keys and values; the result has the dtype of `pools`, `bits` is the same pools in their travelling form."""
     write = lambda a, new: write_tokens(a, new, page_table, lengths, counts)
-    written = Pools(write(bits.k_pages, k), write(bits.v_pages, v), history)
-    return _as_dtype(written, pools.k_pages.dtype)
-
-
-def _bits(pools: Pools, static: Static) -> Pools:
-    return as_bits(pools, static.platform)
-
-
-def _as_dtype(pools: Pools, dtype) -> Pools:
-    if pools.k_pages.dtype == dtype:
-        return pools
-    back = lambda a: lax.bitcast_convert_type(a, dtype)
-    return Pools(back(pools.k_pages), back(pools.v_pages), pools.history)
-
-
-def _unpacked(loop: Loop, dtype) -> Loop:
-    return dataclasses.replace(loop, pools=_as_dtype(loop.pools, dtype))
+    return x, Pools(write(k_pages, k), write(v_pages, v), pools.history)
 
 
 _STEPS = {

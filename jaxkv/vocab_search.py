@@ -1,7 +1,7 @@
 """Exact searches over a vocabulary without sorting it: argmax, cuts, inverse of a prefix sum, the best few.
 
-Everything works on blocks [B, N, 512] of the vocabulary and on `image`, the int32 that orders as the float does. Integer
-sums are exact in any order and integer compares survive fast-math, so results depend neither on the batch nor on flags.
+Everything works on blocks [B, N, 512] of the vocabulary and on `image`, the int32 that orders as the float does. Sums of
+int32 are exact in any order and integer tests survive fast-math, so results depend neither on the batch nor on flags.
 
 A *cut* `(threshold, last)` describes a prefix of the order (image descending, index ascending): the tokens above the
 threshold, and those equal to it up to index `last`.
@@ -51,35 +51,40 @@ def spread(per_row: jax.Array, like: jax.Array) -> jax.Array:
     return per_row.reshape(per_row.shape + (1,) * (like.ndim - 1))
 
 
-def block_sums(*operands: jax.Array) -> list[jax.Array]:
-    """Sums int32 [B, N, 512] over lanes, several in one pass; see `_reduce`."""
+def sums(*operands: jax.Array) -> list[jax.Array]:
+    """Sums arrays over their last axis, several in one pass; see `_reduce`."""
     return _reduce(jnp.add, 0, *operands)
 
 
+def totals(*operands: jax.Array) -> list[jax.Array]:
+    """Sums int32 [B, N, 512] to [B]: lanes, then blocks, so that a single row still uses every core."""
+    return sums(*sums(*operands))
+
+
 def _reduce(op: Callable, init: int, *operands: jax.Array) -> list[jax.Array]:
-    """Reduces over lanes in one pass.
+    """Reduces the last axis in one pass.
 
     XLA:CPU fuses what feeds a reduce of two operands or more, but materialises what feeds a single one (V 262144, B 1:
     0.13 ms against 0.6). So a single one goes in twice, and both results are used, or the second would be dropped.
     """
-    twice = len(operands) == 1
-    operands = list(operands) * (2 if twice else 1)
+    inputs = list(operands) * (2 if len(operands) == 1 else 1)
     results = lax.reduce(
-        operands,
-        [jnp.int32(init)] * len(operands),
+        inputs,
+        [jnp.asarray(init, x.dtype) for x in inputs],
         lambda a, b: [op(x, y) for x, y in zip(a, b, strict=True)],
-        (2,),
+        (inputs[0].ndim - 1,),
     )
-    return [jnp.minimum(*results)] if twice else results
+    return [jnp.minimum(*results)] if len(operands) == 1 else results
 
 
-def block_tops(blocks: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
-    """Highest image of each block [B, N], and whether a row holds NaN or Inf, bool[B]."""
+def block_tops(blocks: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Highest image of each block [B, N] and of each row [B], and whether a row holds NaN or Inf, bool[B]."""
     magnitudes = lax.bitcast_convert_type(blocks, jnp.int32) & 0x7FFFFFFF
     if vocab_size < blocks.shape[1] * BLOCK:
         magnitudes = jnp.where(indices(jnp.arange(blocks.shape[1])) < vocab_size, magnitudes, 0)
     tops, worst = _reduce(jnp.maximum, _INT32_MIN, image(blocks), magnitudes)
-    return tops, worst.max(axis=1) >= INFINITY_BITS
+    highest, worst = _reduce(jnp.maximum, _INT32_MIN, tops, worst)
+    return tops, highest, worst >= INFINITY_BITS
 
 
 def take(blocks: jax.Array, block: jax.Array) -> jax.Array:
@@ -88,7 +93,7 @@ def take(blocks: jax.Array, block: jax.Array) -> jax.Array:
 
 
 def argmax(blocks: jax.Array, tops: jax.Array) -> jax.Array:
-    """i32[B], lowest index on ties, in two levels: jnp.argmax takes 10 ms where this takes 1 (XLA:CPU, B 8, V 262144)."""
+    """i32[B], lowest index on ties, in two levels: jnp.argmax takes 7 ms where this takes 1 (XLA:CPU, B 8, V 262144)."""
     block = jnp.argmax(tops, axis=1).astype(jnp.int32)
     return block * BLOCK + jnp.argmax(image(take(blocks, block)), axis=1).astype(jnp.int32)
 
@@ -113,9 +118,8 @@ def cut(blocks: jax.Array, weights: jax.Array, target: jax.Array, wanted: jax.Ar
     def narrow(interval):
         low, high = interval
         steps = _quarters(high - low)
-        sums = block_sums(*(jnp.where(blocks >= spread(value(low + step), blocks), weights, 0) for step in steps))
-        for step, total in zip(steps, sums, strict=True):
-            total = total.sum(axis=1)
+        reached = totals(*(jnp.where(blocks >= spread(value(low + step), blocks), weights, 0) for step in steps))
+        for step, total in zip(steps, reached, strict=True):
             low = jnp.where(total >= target, jnp.maximum(low, interval[0] + step), low)
             high = jnp.where(total <= target, jnp.minimum(high, interval[0] + step - (total < target)), high)
         return low, jnp.maximum(low, high)
@@ -129,8 +133,8 @@ def cut(blocks: jax.Array, weights: jax.Array, target: jax.Array, wanted: jax.Ar
     def ties(x, weights):
         return jnp.where(x == spread(threshold, x), weights, 0)
 
-    above, tied = block_sums(jnp.where(blocks > spread(threshold, blocks), weights, 0), ties(blocks, weights))
-    rank = target - above.sum(axis=1) - 1
+    above, tied = sums(jnp.where(blocks > spread(threshold, blocks), weights, 0), ties(blocks, weights))
+    rank = target - sums(above)[0] - 1
     return threshold, locate(tied, lambda block: ties(take(blocks, block), take(weights, block)), rank)
 
 
@@ -147,36 +151,43 @@ def inside(x: jax.Array, ids: jax.Array, threshold: jax.Array, last: jax.Array) 
     return (x > threshold) | ((x == threshold) & (ids <= last))
 
 
-def locate(sums: jax.Array, weights_of: Callable, rank: jax.Array) -> jax.Array:
+def locate(masses: jax.Array, mass_of: Callable, rank: jax.Array) -> jax.Array:
     """First index whose prefix sum passes `rank`, i32[B]; N * 512 when none does.
 
     Args:
-      sums: i32[B, N] weight of each block.
-      weights_of: block i32[B] -> its weights i32[B, 512].
+      masses: i32[B, N], the weight of each block.
+      mass_of: block i32[B] -> the weights of its lanes i32[B, 512].
       rank: i32[B].
     """
-    num_blocks = sums.shape[1]
-    block, rest = _first_past(sums, rank)
-    lane, _ = _first_past(weights_of(block), rest)
+    num_blocks = masses.shape[1]
+    block, rest = _first_past(masses, rank)
+    weights = mass_of(block)
+    # Weights computed again may differ in the last bit: stay on the last lane that has any.
+    lane, _ = _first_past(weights, jnp.minimum(rest, sums(weights)[0] - 1))
     return jnp.where(block < num_blocks, block * BLOCK + lane, num_blocks * BLOCK)
 
 
 def _first_past(weights: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First index of [B, X] whose prefix sum passes `rank` (X when none), and the rank left inside it.
+    """First index of [B, X] whose prefix sum passes `rank` (X when none does), and the rank left inside it."""
+    lane = jnp.arange(weights.shape[1])
+    passed = prefix_sums(weights, lane[:, None] >= lane) <= rank[:, None]
+    count, mass = sums(passed.astype(jnp.int32), jnp.where(passed, weights, 0))
+    return count, rank - mass
 
-    Prefix sums as a masked [X, X] reduce: one fused pass where jnp.cumsum expands to dozens of operations, which made
-    compiling `sample` three times longer.
+
+def prefix_sums(weights: jax.Array, covers: jax.Array) -> jax.Array:
+    """Sum of the weights [B, X] that each index covers, bool[.., X, X]: one pass, where jnp.cumsum compiles to many."""
+    return sums(jnp.where(covers, weights[:, None, :], 0))[0]
+
+
+def best(blocks: jax.Array, tops: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` highest tokens, best first, ties by lowest index: values f32[B, count], ids i32[B, count].
+
+    They lie in the `count` blocks with the highest tops: any token elsewhere has `count` tokens ahead of it. Where fewer
+    exist the rest is -inf.
     """
-    size = weights.shape[1]
-    below = jnp.arange(size)[:, None] >= jnp.arange(size)
-    passed = block_sums(jnp.where(below, weights[:, None, :], 0))[0] <= rank[:, None]
-    return jnp.sum(passed, axis=1, dtype=jnp.int32), rank - jnp.sum(jnp.where(passed, weights, 0), axis=1)
-
-
-def shortlist(blocks: jax.Array, tops: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` blocks with the highest tops, in vocabulary order: blocks and ids [B, count, 512].
-
-    They hold the row's best `count` tokens, ties by lowest index: any token outside has `count` tokens ahead of it.
-    """
-    chosen = jnp.sort(lax.top_k(tops, count)[1], axis=1)
-    return blocks[jnp.arange(blocks.shape[0])[:, None], chosen], indices(chosen)
+    chosen = jnp.sort(lax.top_k(tops, min(count, tops.shape[1]))[1], axis=1)
+    candidates = value(image(blocks[jnp.arange(blocks.shape[0])[:, None], chosen]))  # -0 becomes 0, which top_k orders apart
+    values, place = lax.top_k(candidates.reshape(candidates.shape[0], -1), count)
+    block = jnp.take_along_axis(chosen, place // BLOCK, axis=1)
+    return values, block * BLOCK + place % BLOCK

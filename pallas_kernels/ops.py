@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import reference, xla
@@ -15,7 +16,8 @@ def _module(implementation: str | None):
     if implementation is None:
         return xla
     if implementation not in _MODULES:
-        raise ValueError(f"implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)} (or None: pick by platform)")
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"implementation {implementation!r} is not one of {known} (or None: pick by platform)")
     return _MODULES[implementation]
 
 
@@ -87,6 +89,8 @@ def paged_prefill(
     of the others is finite and meaningless. k_new, v_new `[B, T, K, H]` are the chunk's keys and values. The rest is as in
     `paged_decode`; lse is f32 `[B, T, K, G]`.
     """
+    if k_new is None or v_new is None:
+        raise ValueError("paged_prefill needs k_new and v_new, the chunk's own keys and values")
     o, lse = _attend(
         q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new, page_offset, scale, window, soft_cap,
         implementation,
@@ -97,9 +101,9 @@ def paged_prefill(
 def _attend(
     q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new, page_offset, scale, window, soft_cap, implementation
 ):
-    validate(
-        q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new, window=window, soft_cap=soft_cap
-    )  # fmt: skip
+    arrays = (q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new)
+    validate(*arrays, page_offset=page_offset, window=window, soft_cap=soft_cap)
+    q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new = jax.tree.map(jnp.asarray, arrays)  # numpy too
     if chunk_lengths is None:
         chunk_lengths = jnp.ones_like(lengths)
     return _module(implementation).attend(

@@ -38,6 +38,7 @@ def attend(
 
     distance = query_positions[:, :, None] - key_positions[:, None, :]  # [B, T, S']
     visible = exists[:, None] & (distance >= 0) & ((window == 0) | (distance < window))
+    seen = jnp.any(visible, 1)  # [B, S'] what any query of the row sees: the rest may hold NaN
     scores = jnp.einsum("btkgh,bskh->btkgs", q.astype(wide), keys, precision="highest") * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -47,7 +48,7 @@ def attend(
     top = jnp.where(jnp.isfinite(top), top, 0)
     weights = jnp.where(visible, jnp.exp(scores - top), 0)
     total = jnp.sum(weights, -1)
-    values = jnp.where(exists[:, :, None, None], values, 0)
+    values = jnp.where(seen[:, :, None, None], values, 0)  # 0 * NaN is NaN
     o = jnp.einsum("btkgs,bskh->btkgh", weights, values, precision="highest")
     o = jnp.where(total[..., None] > 0, o / jnp.where(total > 0, total, 1)[..., None], 0)
     lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + top[..., 0], -jnp.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 _POOL_DTYPES = ("float32", "bfloat16", "float16", "uint16")
@@ -19,10 +20,22 @@ def _expect_int32(name: str, array) -> None:
         raise TypeError(f"{name} must be int32, got {array.dtype}")
 
 
-def validate(q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new, *, window, soft_cap) -> None:
+def _expect_whole_number(name: str, value) -> None:
+    """Raises unless `value` is one integer, traced or not: a longer array would broadcast, a float be cut."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return
+    if not hasattr(value, "dtype"):
+        raise TypeError(f"{name} must be one whole number, got {type(value).__name__} {value!r}")
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name} must be one whole number, got {value.dtype} of shape {value.shape}")
+
+
+def validate(q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new, *, page_offset, window, soft_cap) -> None:
     """Checks shapes, dtypes and options of one call; `q` is `[B, T, K, G, H]` here (T 1 for decode)."""
     if len(q.shape) != 5:
         raise ValueError(f"q has shape {tuple(q.shape)}, expected [B, K, G, H] for decode or [B, T, K, G, H] for prefill")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"q must be floating point, got {q.dtype}")
     B, T, K, G, H = q.shape
     if len(k_pages.shape) != 4:
         raise ValueError(f"k_pages has shape {tuple(k_pages.shape)}, expected [L*C, K, P, H]")
@@ -44,5 +57,7 @@ def validate(q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_n
         _expect("v_new", v_new, (B, T, K, H))
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be positive or None, got {soft_cap}")
-    if isinstance(window, int) and window < 0:
+    _expect_whole_number("page_offset", page_offset)
+    _expect_whole_number("window", window)
+    if not isinstance(window, jax.core.Tracer) and window < 0:
         raise ValueError(f"window must be 0 (no window) or a positive number of tokens, got {window}")

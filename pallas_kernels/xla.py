@@ -38,9 +38,10 @@ def attend(
         ids = jnp.where(live, lax.dynamic_slice_in_dim(table, i * pages_per_block, pages_per_block, 1), 0) + page_offset
         keys, values = _gather(k_pages, ids), _gather(v_pages, ids)  # [B, n, K, P, H]
         key_positions = i * block + jnp.arange(block, dtype=jnp.int32)
-        exists = key_positions < lengths[:, None]  # [B, block]
-        visible = exists[:, None] & (key_positions >= starts[:, :, None]) & (key_positions <= positions[:, :, None])
-        return _update(carry, q, _tokens(keys), _tokens(values), exists, visible, scale, soft_cap)
+        # What no query of the row can see may hold NaN: unwritten slots, and the null page in place of pages behind the window.
+        seen = (key_positions < lengths[:, None]) & (key_positions >= starts[:, :1])  # [B, block]
+        visible = seen[:, None] & (key_positions >= starts[:, :, None]) & (key_positions <= positions[:, :, None])
+        return _update(carry, q, _tokens(keys), _tokens(values), seen, visible, scale, soft_cap)
 
     carry = (
         jnp.full((B, K, T, G), _MASKED, jnp.float32),
@@ -81,10 +82,10 @@ def _attend_chunk(carry, q, k_new, v_new, chunk_lengths, window, scale, soft_cap
     return add(carry, whole * _PREFILL_BLOCK, T - whole * _PREFILL_BLOCK) if T % _PREFILL_BLOCK else carry
 
 
-def _update(carry, q, keys, values, exists, visible, scale, soft_cap):
+def _update(carry, q, keys, values, seen, visible, scale, soft_cap):
     """One step of the online softmax (arXiv:2205.14135, with f32 state).
 
-    keys, values [B, K, S, H]; exists bool[B, S] what was ever written; visible bool[B, T, S] what each query may see.
+    keys, values [B, K, S, H]; seen bool[B, S] what the row's queries may see between them; visible bool[B, T, S] what each may see.
     """
     m, total, o = carry  # [B, K, T, G], [B, K, T, G], [B, K, T, G, H]
     scores = _scores(q, keys) * scale  # f32[B, K, T, G, S]
@@ -95,8 +96,8 @@ def _update(carry, q, keys, values, exists, visible, scale, soft_cap):
     m_new = jnp.maximum(m, jnp.max(scores, -1))
     weights = jnp.where(visible, jnp.exp(scores - m_new[..., None]), 0.0)
     decay = jnp.exp(m - m_new)
-    # 0 * NaN is NaN: what was never written is taken out of the values too, not only out of the scores.
-    values = jnp.where(exists[:, None, :, None], values, jnp.zeros((), values.dtype))
+    # 0 * NaN is NaN: what nobody sees is taken out of the values too, not only out of the scores.
+    values = jnp.where(seen[:, None, :, None], values, jnp.zeros((), values.dtype))
     o = o * decay[..., None] + _weighted(weights, values, q.dtype)
     return m_new, total * decay + jnp.sum(weights, -1), o
 
@@ -146,5 +147,3 @@ def _gather(pages, ids):
 def _pad_columns(table, multiple: int):
     """Pads the table with null pages, because dynamic_slice clamps a last block that does not fit."""
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % multiple)))
-
-

@@ -48,3 +48,11 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled steps below the cache folder, so that the next process does not compile them again."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

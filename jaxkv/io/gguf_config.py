@@ -65,9 +65,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     meta = _Metadata(file, arch)
     layers, heads, dim = meta.count("block_count"), meta.uniform("attention.head_count"), meta.count("embedding_length")
     if not 0 < layers <= 10_000 or not heads or not dim:
-        raise ValueError(
-            f"{file.path}: block_count={layers}, attention.head_count={heads}, embedding_length={dim} are impossible"
-        )
+        raise ValueError(f"{file.path}: block_count={layers}, attention.head_count={heads}, embedding_length={dim} are impossible")
     head_dim = meta.count("attention.key_length", dim // heads)
     if meta.count("attention.value_length", head_dim) != head_dim:
         raise ValueError(f"{file.path}: attention.value_length must equal key_length={head_dim}")
@@ -129,9 +127,7 @@ def _windows(meta: _Metadata, name: str, layers: int) -> tuple[tuple[int, ...], 
     if name not in ("gemma2", "gemma3"):
         window = meta.count("attention.sliding_window", 0)
         if window and name in ("olmo2", "qwen2", "qwen3", "qwen3_moe"):
-            raise ValueError(
-                f"{meta.file.path}: attention.sliding_window={window} is not supported for {meta.arch!r} files"
-            )
+            raise ValueError(f"{meta.file.path}: attention.sliding_window={window} is not supported for {meta.arch!r} files")
         return (window,) * layers, everywhere
     window = meta.count("attention.sliding_window", 4096 if name == "gemma2" else None)
     pattern = meta.file.metadata.get(f"{meta.arch}.attention.sliding_window_pattern", 2 if name == "gemma2" else 6)
@@ -142,9 +138,7 @@ def _windows(meta: _Metadata, name: str, layers: int) -> tuple[tuple[int, ...], 
     elif type(pattern) is int and pattern > 0:
         is_global = tuple((i + 1) % pattern == 0 for i in range(layers))
     else:
-        raise ValueError(
-            f"{meta.file.path}: sliding_window_pattern must be a positive count or one flag a layer, got {pattern!r}"
-        )
+        raise ValueError(f"{meta.file.path}: sliding_window_pattern must be a positive count or one flag a layer, got {pattern!r}")
     return tuple(0 if g else window for g in is_global), is_global
 
 
@@ -152,15 +146,11 @@ def _ropes(meta: _Metadata, name: str, head_dim: int) -> tuple[RopeConfig, ...]:
     theta = float(meta.number("rope.freq_base", 10_000.0))
     rotary = meta.count("rope.dimension_count", head_dim)
     if meta.arch == "llama" and rotary != head_dim:
-        raise ValueError(
-            f"{meta.file.path}: rope.dimension_count={rotary} of head_dim={head_dim} is not supported for llama files"
-        )
+        raise ValueError(f"{meta.file.path}: rope.dimension_count={rotary} of head_dim={head_dim} is not supported for llama files")
     rotary = 0 if rotary == head_dim else rotary
     kind = meta.file.metadata.get(f"{meta.arch}.rope.scaling.type", "none")
     if "rope_factors_long.weight" in meta.file.tensors or kind == "longrope":
-        raise ValueError(
-            f"{meta.file.path}: rope kind 'longrope' is not supported; supported: none, linear, yarn, llama3"
-        )
+        raise ValueError(f"{meta.file.path}: rope kind 'longrope' is not supported; supported: none, linear, yarn, llama3")
     if "rope_freqs.weight" in meta.file.tensors:
         main = _llama3_rope(meta, theta, rotary, head_dim)
     elif kind == "none":
@@ -181,9 +171,7 @@ def _ropes(meta: _Metadata, name: str, head_dim: int) -> tuple[RopeConfig, ...]:
             attention_factor=scale,
         )
     else:
-        raise ValueError(
-            f"{meta.file.path}: rope kind {kind!r} is not supported; supported: none, linear, yarn, llama3"
-        )
+        raise ValueError(f"{meta.file.path}: rope kind {kind!r} is not supported; supported: none, linear, yarn, llama3")
     if name != "gemma3":
         return (main,)
     return (main, RopeConfig(theta=float(meta.number("rope.freq_base_swa", 10_000.0)), rotary_dim=rotary))
@@ -198,9 +186,7 @@ def _llama3_rope(meta: _Metadata, theta: float, rotary: int, head_dim: int) -> R
     stored = np.asarray(meta.file.read("rope_freqs.weight"), np.float64)
     dim = rotary or head_dim
     if stored.shape != (dim // 2,) or not np.all(np.isfinite(stored)) or stored.min() < 1:
-        raise ValueError(
-            f"{meta.file.path}: rope_freqs.weight must hold {dim // 2} divisors of at least 1, got {stored.shape}"
-        )
+        raise ValueError(f"{meta.file.path}: rope_freqs.weight must hold {dim // 2} divisors of at least 1, got {stored.shape}")
     factor = float(stored.max())
     if factor == 1.0:
         return RopeConfig(theta=theta, rotary_dim=rotary)

@@ -231,19 +231,13 @@ def _tensor_table(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
     return tensors
 
 
-def _checked(
-    cursor: _Cursor, name: str, shape: tuple[int, ...], kind: str, offset: int, base: int, alignment: int
-) -> TensorInfo:
+def _checked(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: str, offset: int, base: int, alignment: int) -> TensorInfo:
     block, block_bytes = BLOCKS[kind]
     if min(shape) < 1 or shape[-1] % block:
-        raise cursor.fail(
-            f"tensor {name!r} has shape {shape}: {kind} needs positive dims and rows of multiples of {block}"
-        )
+        raise cursor.fail(f"tensor {name!r} has shape {shape}: {kind} needs positive dims and rows of multiples of {block}")
     nbytes = math.prod(shape) // block * block_bytes
     if offset % alignment:
         raise cursor.fail(f"tensor {name!r} has offset {offset}, which is not a multiple of the alignment {alignment}")
     if nbytes > cursor.end - base - offset:
-        raise cursor.fail(
-            f"tensor {name!r} ({kind}{list(shape)}, {nbytes} bytes) ends at {base + offset + nbytes} of {cursor.end}"
-        )
+        raise cursor.fail(f"tensor {name!r} ({kind}{list(shape)}, {nbytes} bytes) ends at {base + offset + nbytes} of {cursor.end}")
     return TensorInfo(name, shape, kind, base + offset, nbytes)

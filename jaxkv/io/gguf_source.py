@@ -90,9 +90,7 @@ class GGUFSource:
             return []
         for other in names:
             if tensors[other].shape != tensors[names[0]].shape:
-                raise ValueError(
-                    f"{self.file.path}: {other!r} has shape {tensors[other].shape}, not {tensors[names[0]].shape}"
-                )
+                raise ValueError(f"{self.file.path}: {other!r} has shape {tensors[other].shape}, not {tensors[names[0]].shape}")
         return names
 
     def has(self, name: str, layer: int | None = None) -> bool:

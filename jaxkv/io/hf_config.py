@@ -166,16 +166,12 @@ def _family(given: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any
         if isinstance(holder, Mapping) and holder.get("quantization_config"):
             quant = holder["quantization_config"]
             method = quant.get("quant_method", "unknown") if isinstance(quant, Mapping) else quant
-            raise ValueError(
-                f"{where}: quantised weights ({method!r}) are not supported; supported: float weights, or a GGUF file"
-            )
+            raise ValueError(f"{where}: quantised weights ({method!r}) are not supported; supported: float weights, or a GGUF file")
     if not isinstance(kind, str) or kind not in _MODEL_TYPES:
         raise ValueError(f"{where}: architecture (model_type) {kind!r} is not supported; supported: {supported}")
     if (text := given.get("text_config")) is not None:
         if kind != "gemma3" or not isinstance(text, Mapping) or text.get("model_type", "gemma3_text") != "gemma3_text":
-            raise ValueError(
-                f"{where}: text_config is only supported for gemma3 with a gemma3_text inside, not for {kind!r}"
-            )
+            raise ValueError(f"{where}: text_config is only supported for gemma3 with a gemma3_text inside, not for {kind!r}")
         outer = {name: given[name] for name in ("tie_word_embeddings",) if name in given}
         given = outer | dict(text)
     if given.get("use_bidirectional_attention"):
@@ -204,9 +200,7 @@ def _windowed_layers(fields: Fields, family: str, layers: int) -> tuple[tuple[bo
             raise ValueError(f"{fields.where}: layer_types must list {layers} layers, got {str(kinds)[:80]}")
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
-                raise ValueError(
-                    f"{fields.where}: layer type {kind!r} is not supported; known: full_attention, sliding_attention"
-                )
+                raise ValueError(f"{fields.where}: layer type {kind!r} is not supported; known: full_attention, sliding_attention")
         windowed = tuple(kind == "sliding_attention" for kind in kinds)
         if any(windowed) and not window:
             raise ValueError(f"{fields.where}: layer_types names sliding_attention, but sliding_window is not set")

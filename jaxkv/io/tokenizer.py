@@ -111,18 +111,16 @@ class Tokenizer:
             **{**self.special_tokens, **variables},
         )
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Token ids of `apply_chat_template`, with exactly one BOS where the model wants one."""
         ids = self.encode(self.apply_chat_template(messages, add_generation_prompt, **variables), add_special=False)
-        wants_bos = self.bos_token_id is not None and self._prefix[:1] == [self.bos_token_id]
-        return [self.bos_token_id, *ids] if wants_bos and ids[:1] != [self.bos_token_id] else ids
+        bos = [self.bos_token_id] if self.bos_token_id is not None else []
+        return bos + ids if bos and self._prefix[:1] == bos != ids[:1] else ids
 
 
 def _ints(ids: Iterable[int]) -> list[int]:
     """Plain ints of a list, array or generator of ids."""
-    return ids.tolist() if hasattr(ids, "tolist") else [int(i) for i in ids]
+    return [int(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
 
 
 class TokenizersBackend:

@@ -77,8 +77,8 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
         backend,
         bos_token_id=bos,
         eos_token_ids=generation_from_gguf(file).eos_token_ids,
-        prefix=[bos] if add_bos else [],
-        suffix=[eos] if add_eos else [],
+        prefix=[bos] if add_bos and bos is not None else [],
+        suffix=[eos] if add_eos and eos is not None else [],
         chat_template=template if isinstance(template, str) else None,
         special_tokens={name: meta.text(token) for name, token in names.items() if token is not None},
     )
@@ -113,9 +113,7 @@ class _GGUFVocabulary:
     def special_id(self, kind: str) -> int | None:
         token = self.file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
         if token is not None and not (isinstance(token, int) and 0 <= token < len(self.tokens)):
-            raise ValueError(
-                f"{self.file.path}: tokenizer.ggml.{kind}_token_id={token} is outside of {len(self.tokens)} tokens"
-            )
+            raise ValueError(f"{self.file.path}: tokenizer.ggml.{kind}_token_id={token} is outside of {len(self.tokens)} tokens")
         return token
 
     def text(self, token: int) -> str:
@@ -143,9 +141,7 @@ def _sentencepiece(meta: _GGUFVocabulary) -> spm.SentencePieceBPE:
 
 def _byte_level_bpe(meta: _GGUFVocabulary, pre: str) -> TokenizersBackend:
     if pre not in _PRE_TOKENIZERS:
-        raise ValueError(
-            f"{meta.file.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(_PRE_TOKENIZERS)}"
-        )
+        raise ValueError(f"{meta.file.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(_PRE_TOKENIZERS)}")
     try:
         texts = [token.decode() for token in meta.tokens]
         pairs = [merge.decode() for merge in meta.merges()]
@@ -160,16 +156,12 @@ def _byte_level_bpe(meta: _GGUFVocabulary, pre: str) -> TokenizersBackend:
     except Exception as error:  # the library raises bare Exception, as for a merge whose parts are no tokens
         raise ValueError(f"{meta.file.path}: the vocabulary and its merges do not fit together: {error}") from None
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PRE_TOKENIZERS[pre]]
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     inner.decoder = decoders.ByteLevel()
     if _PRE_TOKENIZERS[pre] == (_QWEN2,):
         inner.normalizer = normalizers.NFC()  # as Qwen's tokenizer.json has it
     special = np.flatnonzero(np.isin(meta.types, (spm.UNKNOWN, spm.CONTROL, spm.USER_DEFINED))).tolist()
-    inner.add_tokens(
-        [AddedToken(texts[i], normalized=False, special=meta.types[i] != spm.USER_DEFINED) for i in special]
-    )
+    inner.add_tokens([AddedToken(texts[i], normalized=False, special=meta.types[i] != spm.USER_DEFINED) for i in special])
     return TokenizersBackend(inner, byte_level=True)
 
 
@@ -249,9 +241,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """From chat_template.jinja, chat_template.json or tokenizer_config.json (a text, or several of which "default")."""
     if (path := folder / "chat_template.jinja").exists():
         return path.read_text(encoding="utf-8")
-    template = read_object(folder / "chat_template.json", missing_ok=True).get("chat_template") or config.get(
-        "chat_template"
-    )
+    template = read_object(folder / "chat_template.json", missing_ok=True).get("chat_template") or config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")

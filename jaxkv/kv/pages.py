@@ -16,7 +16,7 @@ never bytes. Page 0 is the null page: never handed out, refcounts[0] stays 0, an
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,11 +74,12 @@ def empty(num_slots: int, pages_per_slot: int, num_pages: int, page_size: int) -
             f"{pages_per_slot=} * {page_size=} tokens a slot and {num_pages=} must stay below 2**31 (int32 positions)"
         )
     shapes = ((num_slots, pages_per_slot), num_slots, num_pages)
-    return Ownership(*(_frozen(np.zeros(shape, np.int32)) for shape in shapes), page_size)
+    table, lengths, refcounts = (_frozen(np.zeros(shape, np.int32)) for shape in shapes)
+    return Ownership(table, lengths, refcounts, page_size)
 
 
-def num_pages_needed(tokens: Array | int, page_size: int) -> Array | int:
-    """Returns ceil(tokens / page_size)."""
+def num_pages_needed(tokens: Any, page_size: int) -> Any:
+    """Returns ceil(tokens / page_size), of the kind that tokens is: int, numpy or jax."""
     return -(-tokens // page_size)
 
 
@@ -168,17 +169,16 @@ def release(own: Ownership, rows: Rows) -> Ownership:
     xp = _namespace(own, rows)
     own = _converted(xp, own)
     num_slots, pages_per_slot = own.page_table.shape
-    if xp.asarray(rows).dtype == bool:
-        rows = xp.asarray(rows)
-        if rows.shape != (num_slots,):
-            raise ValueError(f"{rows.shape=} must be ({num_slots},) for a mask; slot numbers are integers")
-    else:
-        rows = _slots(xp, rows, "rows")
-        valid = (rows >= 0) & (rows < num_slots)
+    mask = xp.asarray(rows)
+    if mask.dtype != bool:
+        slots = _slots(xp, rows, "rows")
+        valid = (slots >= 0) & (slots < num_slots)
         if xp is np and not valid.all():
-            raise ValueError(f"rows={rows.tolist()} must be in [0, {num_slots})")
-        rows = _set(xp.zeros(num_slots, bool), xp.where(valid, rows, num_slots), True)
-    return _shrink(xp, own, xp.where(rows, 0, pages_per_slot), xp.where(rows, 0, own.lengths))
+            raise ValueError(f"rows={slots.tolist()} must be in [0, {num_slots})")
+        mask = _set(xp.zeros(num_slots, bool), xp.where(valid, slots, num_slots), True)
+    elif mask.shape != (num_slots,):
+        raise ValueError(f"rows has shape {mask.shape}, but a mask must be ({num_slots},); slot numbers are integers")
+    return _shrink(xp, own, xp.where(mask, 0, pages_per_slot), xp.where(mask, 0, own.lengths))
 
 
 def truncate(own: Ownership, lengths: Array) -> Ownership:
@@ -284,10 +284,10 @@ def _plan(xp, own: Ownership, tokens: Array) -> _Plan:
     short = writes & (own.page_table[rows, xp.maximum(target - 1, 0)] == 0)
     column = xp.minimum(own.lengths // size, pages_per_slot - 1)
     page = own.page_table[rows, column]
-    partial = writes & (own.lengths % size != 0)
-    copying = partial & (own.refcounts[page] > 1)
+    # Only a partly filled page can be shared here: pages past the length are never shared.
+    copying = writes & (own.refcounts[page] > 1)
     if xp is jnp or copying.any():
-        lower_writer = (rows[:, None] > rows) & (page[:, None] == page) & partial  # it leaves the page to the others
+        lower_writer = (rows[:, None] > rows) & (page[:, None] == page) & writes  # it leaves the page to the others
         copying &= own.refcounts[page] - xp.sum(lower_writer, axis=1, dtype=xp.int32) > 1
     return _Plan(target, short, copying, column, page, xp.sum(excess, dtype=xp.int32))
 
@@ -299,7 +299,7 @@ def _pages_to_take(xp, own: Ownership, want: _Plan) -> tuple[Array, Array, Array
     return take, xp.cumsum(take, dtype=xp.int32) - take, owned
 
 
-def _grow_numpy(own: Ownership, want: _Plan) -> tuple[np.ndarray, np.ndarray, int]:
+def _grow_numpy(own: Ownership, want: _Plan) -> tuple[Array, Array, int]:
     """Returns (page_table, refcounts, shortfall); the arrays of own themselves where nothing changes."""
     if not (want.short | want.copying).any():
         return own.page_table, own.refcounts, 0
@@ -311,7 +311,7 @@ def _grow_numpy(own: Ownership, want: _Plan) -> tuple[np.ndarray, np.ndarray, in
     slot = np.repeat(np.arange(take.size), take)
     nth = np.arange(total) - first[slot]
     column = np.where(want.copying[slot] & (nth == 0), want.column[slot], owned[slot] + nth - want.copying[slot])
-    table, refcounts = own.page_table.copy(), own.refcounts.copy()
+    table, refcounts = np.array(own.page_table), np.array(own.refcounts)
     table[slot, column] = free[:total]
     refcounts[free[:total]] = 1
     np.subtract.at(refcounts, want.page[want.copying], 1)
@@ -325,8 +325,8 @@ def _grow_jax(own: Ownership, want: _Plan) -> tuple[jax.Array, jax.Array, jax.Ar
 
     def search(table, refcounts):
         take, first, owned = _pages_to_take(jnp, own, want)
-        free = jnp.pad((refcounts == 0).at[0].set(False), (0, -num_pages % _GROUP_PAGES))
-        groups = free.reshape(-1, _GROUP_PAGES)
+        free = (refcounts == 0) & (jnp.arange(num_pages, dtype=jnp.int32) > 0)
+        groups = jnp.pad(free, (0, -num_pages % _GROUP_PAGES)).reshape(-1, _GROUP_PAGES)
         ends = jnp.cumsum(jnp.sum(groups, axis=1, dtype=jnp.int32), dtype=jnp.int32)
         missing = jnp.maximum(jnp.sum(take, dtype=jnp.int32) - ends[-1], 0) + want.excess
         take = jnp.where(missing == 0, take, 0)
@@ -340,9 +340,8 @@ def _grow_jax(own: Ownership, want: _Plan) -> tuple[jax.Array, jax.Array, jax.Ar
             table = table.at[jnp.where(takes, rows, num_slots), column].set(page, mode="drop")
             return table, refcounts.at[jnp.where(takes, page, num_pages)].set(1, mode="drop")
 
-        refcounts = refcounts.at[jnp.where(copying, want.page, num_pages)].add(-1, mode="drop")
         table, refcounts = jax.lax.fori_loop(0, jnp.max(take), give, (table, refcounts))
-        return table, refcounts, missing
+        return table, refcounts.at[jnp.where(copying, want.page, num_pages)].add(-1, mode="drop"), missing
 
     def keep(table, refcounts):
         return table, refcounts, want.excess

@@ -1,7 +1,8 @@
 """The KV state: two page pools on the device, and who owns which page on the host.
 
     KVState
-      k_pages, v_pages   [L*C, K, P, H]   all layers in one flat pool: layer l's page c is row l*C + c
+      k_pages, v_pages   [L*C, K, P, H]   all layers in one flat pool: layer l's page c is row l*C + c; on CPU, bf16 pools
+                                          are held as their bits in uint16 (docs/performance.md)
       kv_scales          None             scales of 8-bit pools will live here
       own                Ownership        page_table i32[B, M], lengths i32[B], refcounts i32[C]
 
@@ -20,9 +21,10 @@ import numpy as np
 from jaxkv.config import ModelConfig
 from jaxkv.kv import pages
 from jaxkv.kv.pages import Ownership
+from jaxkv.model.linear import stored_dtype
 
 KV_DTYPES = ("float32", "bfloat16", "float16")
-_MAX_INT32 = 2**31 - 1
+_INT32_RANGE = 2**31  # non-negative int32 numbers
 
 
 @jax.tree_util.register_dataclass
@@ -62,17 +64,22 @@ class KVState:
 
 
 def empty_kv(
-    config: ModelConfig, num_slots: int, pages_per_slot: int, page_size: int, num_pages: int, dtype: str
+    config: ModelConfig, num_slots: int, pages_per_slot: int, page_size: int, num_pages: int, dtype: str, platform: str
 ) -> KVState:
     """A zeroed pool of `num_pages` pages a layer (the null page among them) and empty slots."""
     if dtype not in KV_DTYPES:
         raise ValueError(f"kv_dtype={dtype!r} is not one of {', '.join(KV_DTYPES)}")
     rows = config.num_layers * num_pages
-    if rows * config.num_kv_heads * page_size > _MAX_INT32:
+    vectors = rows * config.num_kv_heads * page_size
+    # Writes number the vectors of the pool and, past its end, those that they drop (kv/store.py): at most the larger of one
+    # token of every slot and one slot's whole history, padded to a power of two.
+    spare = config.num_layers * config.num_kv_heads * max(num_slots, 2 * pages_per_slot * page_size)
+    if vectors + spare > _INT32_RANGE:
         raise ValueError(
-            f"num_layers={config.num_layers} * {num_pages=} * num_kv_heads={config.num_kv_heads} * {page_size=} ="
-            f" {rows * config.num_kv_heads * page_size:,} rows of the pool do not fit an int32 index; use fewer pages"
+            f"num_layers={config.num_layers} * {num_pages=} * num_kv_heads={config.num_kv_heads} * {page_size=} = {vectors:,}"
+            f" vectors of the pool and {spare:,} more for the longest write do not fit an int32 index: {vectors + spare:,} of at"
+            f" most {_INT32_RANGE:,}; use fewer pages"
         )
     shape = (rows, config.num_kv_heads, page_size, config.head_dim)
-    make = lambda: jnp.zeros(shape, dtype)
+    make = lambda: jnp.zeros(shape, stored_dtype(dtype, platform))
     return KVState(make(), make(), None, pages.empty(num_slots, pages_per_slot, num_pages, page_size))

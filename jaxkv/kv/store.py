@@ -1,7 +1,7 @@
 """Writes into the pools, in place when they are donated: one row scatter for new tokens, one page scatter for copies.
 
-A scatter with indices on two axes of the pool would cost a pool-sized temporary; a scatter of rows of the flat view
-[L*C*K*P, H] does not. Indices past the end are dropped (never -1, which wraps).
+The scatter names page, head and offset of every row. One that names page and offset and takes all heads costs a temporary of the
+pool's size, and so does one on a flat view [L*C*K*P, H] where K is 1. Indices past the end are dropped (never -1, which wraps).
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ def write_tokens(pages, new, page_table, lengths, counts):
     """
     L, B, T, K, H = new.shape
     rows, _, P, _ = pages.shape
-    positions = lengths[:, None] + jnp.arange(T, dtype=jnp.int32)  # [B, T]
+    tokens = jnp.arange(T, dtype=jnp.int32)
+    positions = lengths[:, None] + tokens  # [B, T]
     columns = jnp.minimum(positions // P, page_table.shape[1] - 1)
-    page = jnp.take_along_axis(page_table, columns, 1)
-    layer = jnp.arange(L, dtype=jnp.int32)[:, None, None, None] * (rows // L)
-    head = jnp.arange(K, dtype=jnp.int32)
-    flat = ((page[:, :, None] + layer) * K + head) * P + (positions % P)[:, :, None]  # [L, B, T, K]
-    dropped = jnp.arange(T, dtype=jnp.int32) >= counts[:, None]
+    layer = jnp.arange(L, dtype=jnp.int32)[:, None, None] * (rows // L)
+    page = jnp.take_along_axis(page_table, columns, 1) + layer  # [L, B, T]
     # Distinct indices past the end keep the promise of unique indices.
-    outside = rows * K * P + jnp.arange(L * B * T * K, dtype=jnp.int32).reshape(L, B, T, K)
-    flat = jnp.where(dropped[None, :, :, None], outside, flat)
-    view = pages.reshape(rows * K * P, H)
-    view = view.at[flat.reshape(-1)].set(_as(new.reshape(-1, H), pages), mode="drop", unique_indices=True)
-    return view.reshape(pages.shape)
+    outside = rows + jnp.arange(L * B * T, dtype=jnp.int32).reshape(L, B, T)
+    page = jnp.where(tokens < counts[:, None], page, outside)
+    where = jnp.broadcast_arrays(page[..., None], jnp.arange(K, dtype=jnp.int32), (positions % P)[..., None])
+    page, head, offset = (index.reshape(-1) for index in where)
+    return pages.at[page, head, offset].set(_as(new.reshape(-1, H), pages), mode="drop", unique_indices=True)
 
 
 def copy_pages(pages, src, dst, num_layers: int):

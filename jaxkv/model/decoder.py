@@ -1,6 +1,6 @@
 """One forward pass for every family, for prefill and decode alike.
 
-The layers of a segment are one body under `lax.scan`. The KV pool stays outside the scan's carry: each layer reads its pages at
+The layers of a segment are one body under `lax.scan`. No layer writes to the KV pool: each reads its pages at
 `page_offset = layer * C`, takes the new tokens' keys and values as a term of their own, and hands them out as scan outputs, so
 that one scatter after the scan writes them all (`jaxkv.kv.store`).
 """
@@ -18,7 +18,8 @@ from pallas_kernels import paged_decode, paged_prefill
 def forward(config: ModelConfig, params, k_pages, v_pages, page_table, lengths, tokens, chunk_lengths, *, dtype="float32", implementation=None):
     """Runs `tokens` i32[B, T] behind the `lengths` i32[B] tokens already in the pages.
 
-    Returns hidden f32[B, T, D] (before the final norm) and the new keys and values, f32[L, B, T, K, H] each, not yet written.
+    Returns hidden f32[B, T, D] (before the final norm), the new keys and values, f32[L, B, T, K, H] each, not yet written, and
+    the two pools as they came: they ride in the scan's carry, or XLA would copy them before anything writes to them later.
     """
     B, T = tokens.shape
     pages_per_layer = k_pages.shape[0] // config.num_layers
@@ -28,12 +29,14 @@ def forward(config: ModelConfig, params, k_pages, v_pages, page_table, lengths, 
         x = params["embed"].take(tokens) * jnp.float32(config.embed_scale)
 
     def layer(moe: bool):
-        def body(x, per_layer):
+        def body(carry, per_layer):
+            x, k_pages, v_pages = carry
             w, index, window, kind = per_layer
             attend = lambda q, k, v: _attend(
                 config, q, k, v, k_pages, v_pages, page_table, lengths, chunk_lengths, index * pages_per_layer, window, dtype, implementation
             )
-            return _layer(config, w, x, cos[kind], sin[kind], attend, moe)
+            x, new = _layer(config, w, x, cos[kind], sin[kind], attend, moe)
+            return (x, k_pages, v_pages), new
 
         return body
 
@@ -46,10 +49,10 @@ def forward(config: ModelConfig, params, k_pages, v_pages, page_table, lengths, 
             jnp.asarray(config.layer_windows[span], jnp.int32),
             jnp.asarray(config.layer_ropes[span], jnp.int32),
         )
-        x, (k, v) = jax.lax.scan(layer(moe), x, per_layer)
+        (x, k_pages, v_pages), (k, v) = jax.lax.scan(layer(moe), (x, k_pages, v_pages), per_layer)
         keys.append(k)
         values.append(v)
-    return x, jnp.concatenate(keys), jnp.concatenate(values)
+    return x, jnp.concatenate(keys), jnp.concatenate(values), k_pages, v_pages
 
 
 def logits(config: ModelConfig, params, hidden):

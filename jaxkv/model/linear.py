@@ -8,8 +8,8 @@ how many rows of activations there are; the figures behind each choice are in do
   CPU, 16 rows and up a bf16 dot (AMX where the CPU has it); int8 weights keep a bf16 copy, `wide`, for these products
   elsewhere           a dot in the compute dtype
 
-On CPU, bf16 arrays travel through scans and gathers as their bits in uint16 (`as_bits`): XLA:CPU would otherwise convert a whole
-stack of layers to f32 at every step.
+On CPU, bf16 arrays are kept as their bits in uint16: XLA:CPU would otherwise convert a whole stack of layers, or a whole table,
+to f32 at every step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 WEIGHT_KINDS = ("float32", "bfloat16", "int8")
@@ -40,9 +41,9 @@ class Linear:
     A stack of layers has a leading L axis on every array; `lax.scan` peels it off.
     """
 
-    weight: jax.Array  # [.., N, D] f32, bf16 or int8
-    scale: jax.Array | None = None  # f32[.., N, D/group], int8 only
-    wide: jax.Array | None = None  # bf16[.., N, D], int8 on CPU only: what many rows multiply
+    weight: jax.Array  # [.., N, D] f32, bf16 (on CPU its bits in uint16) or int8
+    scale: jax.Array | None = None  # f32[.., N, groups], int8 only: D/groups columns share one
+    wide: jax.Array | None = None  # bf16 bits [.., N, D], int8 on CPU only: what many rows multiply
     bias: jax.Array | None = None  # f32[.., N]
     dtype: str = "float32"  # of the operands of products over many rows
     platform: str = "cpu"
@@ -63,20 +64,17 @@ class Linear:
         if x.shape[0] >= _MANY_ROWS and self.weight.dtype != jnp.float32:
             wide = self.weight if self.wide is None else self.wide
             return _matmul(x.astype(jnp.bfloat16), _from_bits(wide))
-        x = x.astype(jnp.float32)
-        if self.weight.dtype != jnp.int8:
-            return _few_rows(x, self.weight)
-        if self.scale.shape[-1] == 1:
-            return _few_rows(x, self.weight) * self.scale[:, 0]
-        return _few_rows_grouped(x, self.weight, self.scale)
+        return _few_rows(x.astype(jnp.float32), self._upcast())
 
     def _dot(self, x):
-        dtype = jnp.dtype(self.dtype)
-        if self.scale is None:
-            return _matmul(x.astype(dtype), self.weight.astype(dtype))
-        if self.scale.shape[-1] == 1:
-            return _matmul(x.astype(dtype), self.weight.astype(dtype)) * self.scale[:, 0]
-        return _matmul(x.astype(dtype), _scaled(self.weight.astype(jnp.float32), self.scale).astype(dtype))
+        weight = self.weight if self.scale is None else self._upcast()
+        # A TPU rounds f32 operands to bf16 unless told otherwise.
+        precision = "highest" if self.dtype == "float32" else None
+        return _matmul(x.astype(self.dtype), weight.astype(self.dtype), precision)
+
+    def _upcast(self):  # f32[N, D], fused into whatever consumes it
+        weight = _upcast(self.weight)
+        return weight if self.scale is None else _scaled(weight, self.scale)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "scale"], meta_fields=["dtype"])
@@ -85,7 +83,7 @@ class Experts:
     """One weight per expert, multiplied group by group: rows of x sorted by expert, `sizes` rows each."""
 
     weight: jax.Array  # [.., E, N, D] f32, bf16 or int8
-    scale: jax.Array | None = None  # f32[.., E, N, 1], int8 only
+    scale: jax.Array | None = None  # f32[.., E, N, groups], int8 only
     dtype: str = "float32"
 
     def __call__(self, x, sizes):  # x [R, D], sizes i32[E] -> f32[R, N]
@@ -97,12 +95,9 @@ class Experts:
         )
 
 
-def as_bits(tree, platform: str):
-    """On CPU, the same tree with every bf16 array as uint16 bits; free, and done once at the edge of a jitted step."""
-    if platform != "cpu":
-        return tree
-    to_bits = lambda a: lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
-    return jax.tree.map(to_bits, tree)
+def stored_dtype(dtype: str, platform: str) -> np.dtype:
+    """The dtype that holds values of `dtype` on a backend: uint16 for bfloat16 on CPU."""
+    return np.dtype(jnp.uint16) if (dtype, platform) == ("bfloat16", "cpu") else jnp.dtype(dtype)
 
 
 def _from_bits(a):
@@ -121,32 +116,17 @@ def _scaled(rows, scale):  # f32[.., D], f32[.., groups] -> f32[.., D]
     return (rows.reshape(*rows.shape[:-1], groups, -1) * scale[..., None]).reshape(rows.shape)
 
 
-def _matmul(x, weight):  # [R, D], [N, D] -> f32[R, N]
-    precision = "highest" if x.dtype == jnp.float32 else None
+def _matmul(x, weight, precision=None):  # [R, D], [N, D] -> f32[R, N]
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _few_rows(x, weight):  # f32[R, D], [N, D] -> f32[R, N]
-    if x.shape[0] == 1 or x.shape[0] >= _MANY_ROWS:
-        return _matmul(x, _upcast(weight))
-    weight = _upcast(weight)
-    return jnp.concatenate(
-        [
-            jnp.stack(_reduce_add(tuple(weight * row for row in x[start : start + _REDUCE_ROWS]), axis=1))
-            for start in range(0, x.shape[0], _REDUCE_ROWS)
-        ]
-    )
-
-
-def _few_rows_grouped(x, weight, scale):  # f32[R, D], int8[N, D], f32[N, groups] -> f32[R, N]
-    groups = scale.shape[-1]
-    weight = _upcast(weight).reshape(weight.shape[0], groups, -1)
-    x = x.reshape(x.shape[0], groups, -1)
-    out = []
-    for start in range(0, x.shape[0], _REDUCE_ROWS):
-        partial_sums = _reduce_add(tuple(weight * row for row in x[start : start + _REDUCE_ROWS]), axis=2)
-        out += [jnp.sum(p * scale, 1) for p in partial_sums]
-    return jnp.stack(out)
+def _few_rows(x, weight):  # f32[R, D], f32[N, D] -> f32[R, N]
+    if x.shape[0] == 1:
+        return x @ weight.T  # in this form XLA:CPU fuses the upcast; as a dot_general it writes the whole upcast weight out
+    if x.shape[0] >= _MANY_ROWS:
+        return _matmul(x, weight)
+    batches = (x[start : start + _REDUCE_ROWS] for start in range(0, x.shape[0], _REDUCE_ROWS))
+    return jnp.stack([row for batch in batches for row in _reduce_add(tuple(weight * row for row in batch), axis=1)])
 
 
 def _reduce_add(operands, axis: int):

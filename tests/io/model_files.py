@@ -62,14 +62,14 @@ VOCABULARY = {
 def small_gguf() -> bytes:
     """A complete one-layer llama file of 3 kB with a vocabulary."""
     metadata = {
-        "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64, "llama.embedding_length": 4,
-        "llama.feed_forward_length": 8, "llama.attention.head_count": 2, "llama.attention.head_count_kv": 1,
-        "llama.attention.layer_norm_rms_epsilon": 1e-6,
+        "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
+        "llama.embedding_length": 4, "llama.feed_forward_length": 8, "llama.attention.head_count": 2,
+        "llama.attention.head_count_kv": 1, "llama.attention.layer_norm_rms_epsilon": 1e-6,
     } | VOCABULARY  # fmt: skip
     shapes = {
-        "token_embd": (263, 4), "output_norm": (4,), "blk.0.attn_norm": (4,), "blk.0.ffn_norm": (4,), "blk.0.attn_q": (4, 4),
-        "blk.0.attn_k": (2, 4), "blk.0.attn_v": (2, 4), "blk.0.attn_output": (4, 4), "blk.0.ffn_gate": (8, 4),
-        "blk.0.ffn_up": (8, 4), "blk.0.ffn_down": (4, 8),
+        "token_embd": (263, 4), "output_norm": (4,), "blk.0.attn_norm": (4,), "blk.0.ffn_norm": (4,),
+        "blk.0.attn_q": (4, 4), "blk.0.attn_k": (2, 4), "blk.0.attn_v": (2, 4), "blk.0.attn_output": (4, 4),
+        "blk.0.ffn_gate": (8, 4), "blk.0.ffn_up": (8, 4), "blk.0.ffn_down": (4, 8),
     }  # fmt: skip
     rng = np.random.default_rng(0)
     return gguf(metadata, {f"{name}.weight": rng.standard_normal(shape) for name, shape in shapes.items()})

@@ -162,7 +162,8 @@ def _convert(source, arch: str, metadata: dict, **extra: np.ndarray) -> bytes:
             tensors[f"blk.{layer}.{theirs}.weight"] = source.read(f"experts_{ours}", layer)
     base = {
         "block_count": c.num_layers, "context_length": c.max_positions, "embedding_length": c.model_dim,
-        "feed_forward_length": c.mlp_dim, "attention.head_count": c.num_q_heads, "attention.head_count_kv": c.num_kv_heads,
+        "feed_forward_length": c.mlp_dim, "attention.head_count": c.num_q_heads,
+        "attention.head_count_kv": c.num_kv_heads,
         "attention.layer_norm_rms_epsilon": c.norm_eps, "rope.freq_base": c.ropes[0].theta,
         "attention.key_length": c.head_dim, "attention.value_length": c.head_dim,
     }  # fmt: skip
@@ -184,9 +185,7 @@ def _llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray:
         elif wavelen > low:
             out.append(rope.factor)
         else:
-            smooth = (rope.original_max_positions / wavelen - rope.low_freq_factor) / (
-                rope.high_freq_factor - rope.low_freq_factor
-            )
+            smooth = (rope.original_max_positions / wavelen - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
             out.append(1 / ((1 - smooth) / rope.factor + smooth))
     return np.array(out, np.float32)
 
@@ -285,9 +284,9 @@ def test_llama3_scaling_is_recognised_at_its_usual_size(tmp_path):
     """Llama 3.2: factor 32 over 8,192 positions, theta 500,000, head_dim 64."""
     rope = RopeConfig("llama3", 500_000.0, factor=32.0, original_max_positions=8192)
     metadata = {
-        "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 131_072, "llama.embedding_length": 128,
-        "llama.feed_forward_length": 8, "llama.attention.head_count": 2, "llama.rope.freq_base": 500_000.0,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 131_072,
+        "llama.embedding_length": 128, "llama.feed_forward_length": 8, "llama.attention.head_count": 2,
+        "llama.rope.freq_base": 500_000.0, "llama.attention.layer_norm_rms_epsilon": 1e-5,
     }  # fmt: skip
     tensors = {"token_embd.weight": np.zeros((4, 128)), "rope_freqs.weight": _llama3_divisors(rope, 64)}
     assert config_from_gguf(read_gguf(write(tmp_path, gguf(metadata, tensors)))).ropes == (rope,)

@@ -123,9 +123,7 @@ def test_gemma3_of_both_generations():
 
 
 def test_gemma2():
-    got = config(
-        "gemma2", query_pre_attn_scalar=144, attn_logit_softcapping=None, hidden_activation=None, hidden_act="gelu"
-    )
+    got = config("gemma2", query_pre_attn_scalar=144, attn_logit_softcapping=None, hidden_activation=None, hidden_act="gelu")
     assert (got.query_scale, got.attn_soft_cap, got.final_soft_cap) == (1 / 12, None, 30.0)
     assert (got.activation, got.layer_windows, got.head_dim) == ("gelu_tanh", (4096, 0) * 3, 256)
     assert config("gemma2", hidden_activation="gelu").activation == "gelu"

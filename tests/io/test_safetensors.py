@@ -124,9 +124,7 @@ def shard(folder, source, count: int = 3, **rename) -> dict:
         own = {key: arrays[key] for i, key in enumerate(sorted(arrays)) if i % count == part}
         safetensors.numpy.save_file(own, folder / name)
         weight_map |= dict.fromkeys(own, name)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map | rename})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map | rename}))
     return weight_map
 
 
@@ -138,9 +136,7 @@ def test_shards_read_like_one_file(tmp_path):
         np.testing.assert_array_equal(one.read(name, layer), many.read(name, layer))
 
 
-@pytest.mark.parametrize(
-    "file", ["../model.safetensors", "/etc/passwd", "a/../../b", "sub/x.safetensors", "", "a\\b", "\0"]
-)
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "a/../../b", "sub/x.safetensors", "", "a\\b", "\0"])
 def test_index_entries_stay_in_the_folder(tmp_path, file):
     shard(tmp_path, DATA / "hf_tiny" / "qwen3", **{"model.norm.weight": file})
     with pytest.raises(ValueError, match="leaves the folder"):
@@ -148,13 +144,13 @@ def test_index_entries_stay_in_the_folder(tmp_path, file):
 
 
 def test_index_errors(tmp_path):
-    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         open_folder(tmp_path)
     weight_map = shard(tmp_path, DATA / "hf_tiny" / "qwen3")
     index = tmp_path / "model.safetensors.index.json"
     wrong = weight_map | {"model.norm.weight": weight_map["lm_head.weight"]}
     index.write_text(json.dumps({"weight_map": wrong}))
-    with pytest.raises(ValueError, match="'model.norm.weight' should be in 'model-0000"):
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' should be in 'model-0000"):
         open_folder(tmp_path)
     for content, message in (
         ({"weight_map": {}}, "weight_map must"),
@@ -247,9 +243,7 @@ def test_gemma3_inside_a_multimodal_file(tmp_path, prefix):
     wrap = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
 
     def nest(arrays):
-        return {key.replace("model.", prefix, 1): value for key, value in arrays.items()} | {
-            "vision_tower.x": np.zeros(3)
-        }
+        return {key.replace("model.", prefix, 1): value for key, value in arrays.items()} | {"vision_tower.x": np.zeros(3)}
 
     rewrite(tmp_path, "gemma3", nest)
     (tmp_path / "config.json").write_text(json.dumps(wrap))

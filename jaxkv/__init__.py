@@ -1,0 +1,39 @@
+"""jaxkv: a JAX/Pallas inference engine whose KV cache is an explicit, immutable, paged value.
+
+    model = jaxkv.load_model("gemma-3-270m")
+    state = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=1024)
+    state, output = jaxkv.generate(state, [model.tokenizer.encode("The capital of France is")])
+
+Every verb takes a state and returns its successor; the state it was given is spent.
+"""
+
+from jaxkv.generate import Output, Stream, TextEvent, Timings, TokenLogprobs, generate
+from jaxkv.loading import Model, load_model, save_checkpoint
+from jaxkv.sampling import Sampling
+from jaxkv.state import StaleStateError, State, check_integrity, init_state, release, truncate
+from jaxkv.steps import trace_counts
+from jaxkv.verbs import decode, fork, prefill, score
+
+__all__ = [
+    "Model",
+    "Output",
+    "Sampling",
+    "StaleStateError",
+    "State",
+    "Stream",
+    "TextEvent",
+    "Timings",
+    "TokenLogprobs",
+    "check_integrity",
+    "decode",
+    "fork",
+    "generate",
+    "init_state",
+    "load_model",
+    "prefill",
+    "release",
+    "save_checkpoint",
+    "score",
+    "trace_counts",
+    "truncate",
+]
