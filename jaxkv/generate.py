@@ -40,6 +40,8 @@ from jaxkv.verbs import (
 _DEFAULT_NEW_TOKENS = 128
 # Steps a dispatch takes where it loops on the device; fewer when someone waits for each token.
 _STEPS_STREAMED = 4
+# Stored tokens a new text looks back at: a character is at most 4 bytes, so at most 3 tokens hold its beginning.
+_OPEN_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,16 +147,18 @@ def _plan(state, tokens, lengths, max_new_tokens, sampling, rows, chunk_size) ->
     require_live(state)
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling must be a jaxkv.Sampling, got {type(sampling).__name__}")
-    if chunk_size < 1:
-        raise ValueError(f"{chunk_size=} must be at least 1")
+    if not isinstance(chunk_size, int | np.integer) or chunk_size < 1:
+        raise ValueError(f"{chunk_size=} must be a whole number of at least 1")
     chunks, rows = check_tokens(state, tokens, lengths, rows)
     own, prompts = _recomputing(state, with_pending(state, chunks, rows), rows)
     before = own.lengths[rows]
     stored = _per_slot(state, rows, [p.size for p in prompts])
     limits = _limits(state, max_new_tokens, sampling, rows, own.lengths + stored)
-    check_room(state, own.lengths + stored + _per_slot(state, rows, limits))
+    totals = (own.lengths + stored).astype(np.int64)
+    totals[rows] += limits
+    check_room(state, totals)
     source = np.repeat(np.arange(len(rows)), sampling.n)
-    sequences, limits = _slots(state, rows, sampling.n), limits[source]
+    sequences, limits = _slots(state, rows, sampling.n), limits.astype(np.int32)[source]
 
     own_prompt, copies_prompt, shortfall = pages.append(own, stored)
     if shortfall:
@@ -186,17 +190,20 @@ def _recomputing(state: State, prompts, rows):
 
 
 def _limits(state: State, max_new_tokens, sampling, rows, totals):
-    """Most new tokens of each row, i32[R]."""
+    """Most new tokens of each row, i64[R]: not yet checked against the room there is."""
     if max_new_tokens is None:
         max_new_tokens = sampling.max_new_tokens
+    default = np.minimum(_DEFAULT_NEW_TOKENS, state.max_tokens_per_slot - totals[rows])
     if max_new_tokens is None:
-        return np.minimum(_DEFAULT_NEW_TOKENS, state.max_tokens_per_slot - totals[rows])
+        return default
+    if isinstance(max_new_tokens, tuple | list) and len(max_new_tokens) == len(rows):
+        max_new_tokens = [most if given is None else given for given, most in zip(max_new_tokens, default, strict=True)]
     limits = np.asarray(max_new_tokens)
     if limits.ndim == 0:
         limits = np.full(len(rows), limits)
     if limits.shape != (len(rows),) or not np.issubdtype(limits.dtype, np.integer) or (limits < 0).any():
         raise ValueError(f"max_new_tokens must be a whole number of at least 0, or one for each of {len(rows)} rows; got {max_new_tokens!r}")
-    return limits.astype(np.int32)
+    return np.minimum(limits, np.iinfo(np.int32).max).astype(np.int64)
 
 
 def _slots(state: State, rows, n: int):
@@ -228,7 +235,7 @@ class Stream:
         self._key = state.key
         self._options = self._make_options()
         self._halt = np.zeros(state.num_slots, bool)
-        self._tracks = [self._track(i) for i in range(len(plan.sequences))]
+        self._tracks = [self._track(i, text) for i, text in enumerate(self._text_streams())]
         self._first_token_at: float | None = None
         self._loop = self._start(self._prefill())
         self._events = self._run()
@@ -263,14 +270,29 @@ class Stream:
             max_tokens=prompt_lengths + plan.limits,
         )
 
-    def _track(self, index: int) -> _Track:
+    def _track(self, index: int, stream) -> _Track:
         plan = self._plan
-        tokenizer = plan.state.tokenizer
         stop = plan.sampling.stop_strings(int(plan.source[index]), len(plan.rows))
-        if stop and tokenizer is None:
+        if stop and stream is None:
             raise ValueError("stop strings need a tokenizer; this model has none")
-        text = tokenizer is not None and (self._streamed or bool(stop))
-        return _Track(index, int(plan.sequences[index]), tokenizer if text else None, StopMatcher(stop) if stop else None)
+        track = _Track(index, int(plan.sequences[index]), stream, StopMatcher(stop) if stop else None)
+        if plan.limits[index] == 0:
+            track.finish_reason = "length"  # nobody waits for it
+        return track
+
+    def _text_streams(self):
+        """Decoders that continue the text of each prompt's row: its first space was shown, half a character may be open."""
+        plan, tokenizer = self._plan, self._plan.state.tokenizer
+        if tokenizer is None:
+            return [None] * len(plan.sequences)
+        heads = [np.zeros(0, np.int32)] * len(plan.rows)
+        if plan.before.any():
+            stored = np.zeros(plan.state.num_slots, np.int32)
+            stored[plan.rows] = plan.before
+            columns = stored[:, None] - np.arange(_OPEN_TOKENS, 0, -1)
+            last = np.asarray(plan.state.history[np.arange(len(stored))[:, None], np.maximum(columns, 0)])
+            heads = [last[row, columns[row] >= 0] for row in plan.rows]
+        return [tokenizer.stream(np.concatenate([heads[i], plan.prompts[i]])) for i in plan.source]
 
     def _prefill(self):
         """Runs the prompts in chunks; returns (pools, logits f32[B, V] with each prompt's at its slot)."""
@@ -333,11 +355,15 @@ class Stream:
         platform = plan.state.static.platform
         self._loop, emitted = step("first_tokens", platform)(self._loop, self._logits, self._options)
         queue, dispatched = collections.deque([emitted]), 1
-        while queue:
-            if dispatched < longest and not self._all_finished():
+        if self._streamed:  # who waits for the first token need not wait for the decode step to compile
+            yield from self._read(queue.popleft())
+        while True:
+            while len(queue) < 2 and dispatched < longest and not self._all_finished():
                 emitted, count = self._dispatch(longest - dispatched)
                 queue.append(emitted)
                 dispatched += count
+            if not queue:
+                return
             yield from self._read(queue.popleft())
 
     def _dispatch(self, left: int):
@@ -381,11 +407,9 @@ class Stream:
         return dataclasses.replace(successor_state, key=self._key), self._output()
 
     def _output(self) -> Output:
-        plan, tokenizer = self._plan, self._plan.state.tokenizer
+        plan = self._plan
         tokens = [np.asarray(t.tokens, np.int32) for t in self._tracks]
-        text = None
-        if tokenizer is not None:
-            text = [t.text if t.stream is not None else tokenizer.decode(ids) for t, ids in zip(self._tracks, tokens, strict=True)]
+        text = None if plan.state.tokenizer is None else [t.text for t in self._tracks]
         now = time.perf_counter()
         first = self._first_token_at or now
         most = max((len(t) for t in tokens), default=0)
@@ -410,10 +434,9 @@ class Stream:
 class _Track:
     """The host's view of one sequence: tokens, text, and why it ended."""
 
-    def __init__(self, index: int, row: int, tokenizer, matcher: StopMatcher | None):
+    def __init__(self, index: int, row: int, stream, matcher: StopMatcher | None):
         self.index, self.row = index, row
-        self.stream = tokenizer.stream() if tokenizer is not None else None
-        self.matcher = matcher
+        self.stream, self.matcher = stream, matcher
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
@@ -424,8 +447,9 @@ class _Track:
         sampled = emitted.sampled
         if not emitted.valid[step_index, self.row]:
             if sampled.failed[step_index, self.row]:
-                self.finish_reason = "error"
-                return TextEvent(self.index, self.row, (), self._end_of_text(), "error")
+                self.finish_reason, text = "error", self._end_of_text()
+                self.text += text
+                return TextEvent(self.index, self.row, (), text, "error")
             return None
         token = int(sampled.tokens[step_index, self.row])
         self.tokens.append(token)

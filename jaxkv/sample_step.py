@@ -78,7 +78,7 @@ def sample(logits: jax.Array, history: jax.Array, history_lengths: jax.Array | n
     """
     num_slots, vocab_size = logits.shape
     blocks = search.to_blocks(logits)
-    tops, highest, broken = search.block_tops(blocks, vocab_size)
+    tops, highest, broken = search.checked_tops(blocks, vocab_size)
     best = search.argmax(blocks, tops)
 
     adjusting = _biases(arrays, vocab_size) | _penalises(arrays)
@@ -147,7 +147,7 @@ def _choose(logits, tops, highest, history, history_lengths, arrays) -> tuple[ja
 
     def adjusted():
         blocks = search.to_blocks(_adjust(logits, history, history_lengths, arrays))
-        return blocks, *search.block_tops(blocks, logits.shape[1])[:2]
+        return blocks, *search.block_tops(blocks)
 
     adjusting = _biases(arrays, logits.shape[1]) | _penalises(arrays)
     blocks, tops, highest = lax.cond(jnp.any(adjusting), adjusted, lambda: (search.to_blocks(logits), tops, highest))

@@ -17,6 +17,7 @@ import numpy as np
 from jaxkv.config import ModelConfig
 from jaxkv.kv import pages
 from jaxkv.kv.state import KVState, empty_kv
+from pallas_kernels import IMPLEMENTATIONS
 
 
 class StaleStateError(RuntimeError):
@@ -99,14 +100,19 @@ def init_state(
       implementation: of paged attention; None picks by platform.
 
     Raises:
-      ValueError: a size below 1, more tokens than the model's positions, a pool that int32 cannot index.
+      ValueError: a size below 1, more tokens than the model's positions, a pool that int32 cannot index, an unknown kv_dtype or
+        implementation.
     """
     config = model.config
-    for name, value in (("num_slots", num_slots), ("max_tokens_per_slot", max_tokens_per_slot), ("page_size", page_size)):
-        if not isinstance(value, int | np.integer) or value < 1:
+    sizes = dict(num_slots=num_slots, max_tokens_per_slot=max_tokens_per_slot, page_size=page_size)
+    for name, value in (sizes | ({} if num_pages is None else {"num_pages": num_pages})).items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     if max_tokens_per_slot > config.max_positions:
         raise ValueError(f"{max_tokens_per_slot=} is more than the model's max_positions={config.max_positions}; ask for at most that")
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"{implementation=} is not one of {known} (or None: pick by platform)")
     pages_per_slot = -(-max_tokens_per_slot // page_size)
     num_pages = num_slots * pages_per_slot + 1 if num_pages is None else num_pages
     kv_dtype = kv_dtype or ("float32" if model.storage.platform == "cpu" else model.storage.dtype)
@@ -133,10 +139,9 @@ def release(state: State, rows) -> State:
 def truncate(state: State, rows, lengths) -> State:
     """Returns the state with the history of each of `rows` cut back to `lengths` tokens (each at most what it holds)."""
     require_live(state)
-    rows, lengths = np.atleast_1d(rows), np.atleast_1d(lengths)
+    rows, lengths = check_rows(state, rows), as_integers(lengths, "lengths")
     if rows.shape != lengths.shape:
         raise ValueError(f"truncate needs one length a row, got {len(rows)} rows and {len(lengths)} lengths")
-    check_rows(state, rows)
     held = state.num_tokens
     for row, length in zip(rows, lengths, strict=True):
         if not 0 <= length <= held[row]:
@@ -178,13 +183,24 @@ def require_live(state: State) -> None:
         )
 
 
-def check_rows(state: State, rows: np.ndarray) -> None:
-    """Raises ValueError unless rows are distinct slot numbers of this state."""
+def as_integers(values, name: str) -> np.ndarray:
+    """The values as one axis of integers; TypeError if they are anything else."""
+    array = np.atleast_1d(np.asarray(values))
+    array = array if array.size else array.astype(np.int32)  # numpy takes [] for floats
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} must be a flat list of whole numbers, got {array.dtype} of shape {array.shape}")
+    return array
+
+
+def check_rows(state: State, rows) -> np.ndarray:
+    """The rows as an array; raises ValueError unless they are distinct slot numbers of this state, TypeError if no integers."""
+    rows = as_integers(rows, "rows")
     for row in rows:
         if not 0 <= row < state.num_slots:
             raise ValueError(f"row {row} is not a slot: this state has {state.num_slots} slots, 0 to {state.num_slots - 1}")
     if len(set(rows.tolist())) != len(rows):
         raise ValueError(f"rows name a slot twice: {rows.tolist()}")
+    return rows
 
 
 def frozen(array: np.ndarray) -> np.ndarray:

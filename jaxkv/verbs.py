@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv import pages
-from jaxkv.state import State, check_rows, frozen, require_live
+from jaxkv.state import State, as_integers, check_rows, frozen, require_live
 from jaxkv.steps import Pools, step
 
 # Prompt buckets: a chunk is padded to the next of these (past the last, to the next power of two), so that few shapes are traced.
@@ -61,7 +61,7 @@ def decode(state: State, tokens, rows=None):
     tokens is i32[R]; rows names the slots (None: all, R = num_slots). One trace whatever the rows. Errors as in `prefill`.
     """
     require_live(state)
-    rows = np.arange(state.num_slots) if rows is None else np.atleast_1d(np.asarray(rows))
+    rows = check_rows(state, np.arange(state.num_slots) if rows is None else rows)
     tokens = np.atleast_1d(np.asarray(tokens))
     if tokens.shape != rows.shape:
         raise ValueError(f"decode takes one token a row: got tokens of shape {tokens.shape} for {len(rows)} rows")
@@ -87,7 +87,7 @@ def fork(state: State, src, dst) -> State:
       ValueError: a slot out of range, or a dst that is not empty (release it first).
     """
     require_live(state)
-    src, dst = np.atleast_1d(np.asarray(src)), np.atleast_1d(np.asarray(dst))
+    src, dst = as_integers(src, "src"), as_integers(dst, "dst")
     own = pages.fork(state.kv.own, src, dst)
     none = np.full(1, own.refcounts.shape[0], np.int32)
     pools = copy(state, pools_of(state, None), np.zeros(1, np.int32), none, src, dst)
@@ -117,7 +117,7 @@ def as_rows(tokens, lengths=None) -> list[np.ndarray]:
             array = array[None]
         if array.ndim != 2:
             raise ValueError(f"tokens must be [rows, tokens], got shape {array.shape}")
-        sizes = np.full(array.shape[0], array.shape[1]) if lengths is None else np.asarray(lengths)
+        sizes = np.full(array.shape[0], array.shape[1]) if lengths is None else as_integers(lengths, "lengths")
         if sizes.shape != (array.shape[0],) or (sizes < 0).any() or (sizes > array.shape[1]).any():
             raise ValueError(f"lengths must be {array.shape[0]} numbers in 0..{array.shape[1]}, got {sizes.tolist()}")
         rows = [row[:size] for row, size in zip(array, sizes, strict=True)]
@@ -152,8 +152,7 @@ def check_tokens(state: State, tokens, lengths, rows) -> tuple[list[np.ndarray],
         if len(chunks) > state.num_slots:
             raise ValueError(f"{len(chunks)} rows of tokens for {state.num_slots} slots: give fewer, or init_state with more num_slots")
         rows = np.arange(len(chunks))
-    rows = np.atleast_1d(np.asarray(rows))
-    check_rows(state, rows)
+    rows = check_rows(state, rows)
     if len(rows) != len(chunks):
         raise ValueError(f"{len(chunks)} rows of tokens but {len(rows)} rows named")
     if not chunks:

@@ -77,8 +77,15 @@ def _reduce(op: Callable, init: int, *operands: jax.Array) -> list[jax.Array]:
     return [jnp.minimum(*results)] if len(operands) == 1 else results
 
 
-def block_tops(blocks: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Highest image of each block [B, N] and of each row [B], and whether a row holds NaN or Inf, bool[B]."""
+def block_tops(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Highest image of each block [B, N] and of each row [B]."""
+    (tops,) = _reduce(jnp.maximum, _INT32_MIN, image(blocks))
+    (highest,) = _reduce(jnp.maximum, _INT32_MIN, tops)
+    return tops, highest
+
+
+def checked_tops(blocks: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`block_tops`, and whether a row holds NaN or Inf, bool[B], in one pass."""
     magnitudes = lax.bitcast_convert_type(blocks, jnp.int32) & 0x7FFFFFFF
     if vocab_size < blocks.shape[1] * BLOCK:
         magnitudes = jnp.where(indices(jnp.arange(blocks.shape[1])) < vocab_size, magnitudes, 0)

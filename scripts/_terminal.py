@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
 
 _QUIET_S = 1.0  # work shorter than this is not worth a line
-_BAR = 30
+_REDRAW_S = 0.1
+_BAR = 24
+# The line below the cursor, made by scrolling where there is none; the cursor comes back (VT100: IND, CUU, DECSC, CUD, DECRC).
+_GO_BELOW, _COME_BACK = "\x1bD\x1b[A\x1b7\x1b[B\r", "\x1b8"
 
 
 class Terminal:
-    """A `jaxkv.progress.Report` that writes to stderr. Call `done()` when the slow part is over."""
+    """A `jaxkv.progress.Report` that writes to stderr. Call `done()` when the slow part is over.
+
+    On a terminal the line is redrawn in place and vanishes when the work is done; elsewhere it is written once. Set `midline` while
+    the cursor stands behind text that must stay: the line is then drawn below it.
+    """
 
     def __init__(self, stream=None):
+        self.midline = False
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()
         self._lock = threading.Lock()
@@ -26,37 +35,46 @@ class Terminal:
     def __call__(self, what: str, fraction: float | None = None) -> None:
         with self._lock:
             if what != self._what:
-                self._end_line()
-                self._what, self._since, self._shown = what, time.monotonic(), False
+                self._clear()
+                self._what, self._since = what, time.monotonic()
             self._fraction = fraction
 
     def done(self) -> None:
         """Nothing slow is going on any more."""
         with self._lock:
-            self._end_line()
+            self._clear()
             self._what = None
 
-    def _watch(self):
+    def _watch(self) -> None:
         while True:
-            time.sleep(0.1)
+            time.sleep(_REDRAW_S)
             with self._lock:
                 if self._what is not None and time.monotonic() - self._since >= _QUIET_S:
                     self._show()
 
-    def _show(self):
+    def _show(self) -> None:
         if self._live:
-            bar = ""
-            if self._fraction is not None:
-                full = round(self._fraction * _BAR)
-                bar = f" [{'#' * full}{'.' * (_BAR - full)}] {self._fraction:4.0%}"
-            self._stream.write(f"\r\x1b[K{self._what}{bar} {time.monotonic() - self._since:.0f} s")
-            self._stream.flush()
+            self._draw(self._line())
         elif not self._shown:
-            self._stream.write(f"{self._what} ...\n")
-            self._stream.flush()
+            self._write(f"{self._what} ...\n")
         self._shown = True
 
-    def _end_line(self):
+    def _line(self) -> str:
+        bar = ""
+        if self._fraction is not None:
+            full = round(min(max(self._fraction, 0.0), 1.0) * _BAR)
+            bar = f" [{'#' * full}{'.' * (_BAR - full)}] {self._fraction:.0%}"
+        end = f"{bar} {time.monotonic() - self._since:.0f} s"
+        return f"{self._what}"[: max(0, shutil.get_terminal_size().columns - 1 - len(end))] + end
+
+    def _clear(self) -> None:
         if self._shown and self._live:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._draw("")
+        self._shown = False
+
+    def _draw(self, line: str) -> None:
+        self._write(f"{_GO_BELOW}\x1b[K{line}{_COME_BACK}" if self.midline else f"\r\x1b[K{line}")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

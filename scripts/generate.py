@@ -1,165 +1,233 @@
 """Continues prompts, or chats, with a model on this machine.
 
-Text streams to stdout; what is slow and how fast it went goes to stderr. Examples:
+Text streams to stdout; what is slow and how fast it went goes to stderr.
 
-  python scripts/generate.py --model gemma-3-270m --prompt "The capital of France is"
-  python scripts/generate.py --model path/to/model.gguf --prompt_file prompts.txt --temperature 0.8 --json
-  python scripts/generate.py --model path/to/hf_folder --chat
+  python scripts/generate.py --prompt "The capital of France is"
+  python scripts/generate.py --model model.gguf --prompt_file prompts.txt --temperature 0.8 --json
+  python scripts/generate.py --model hf_folder --chat
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
 from pathlib import Path
 
 # Run from a clone without an installation, too.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from absl import app, flags  # noqa: E402
+from absl import flags  # noqa: E402
 
-from scripts._terminal import Terminal  # noqa: E402
+from scripts import _script  # noqa: E402
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("model", "gemma-3-270m", "A known name, a Hugging Face folder, a .gguf file, or a jaxkv checkpoint.")
+flags.DEFINE_string("model", "gemma-3-270m", "A known name, a Hugging Face folder, a .gguf file or a jaxkv checkpoint.")
 flags.DEFINE_multi_string("prompt", [], "Text to continue; give it several times for several prompts in one batch.")
-flags.DEFINE_string("prompt_file", None, "A UTF-8 file with one prompt a line; '-' reads stdin.")
-flags.DEFINE_bool("chat", False, "Talk with the model, turn by turn, keeping its KV between turns.")
-flags.DEFINE_integer("max_new_tokens", 128, "Tokens to emit per prompt or turn, at most.", lower_bound=1)
-flags.DEFINE_integer("max_tokens", None, "Longest history of one row, prompt included; default: what the prompts need (chat: 4096).", lower_bound=1)
-flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
-flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest tokens; 0: all.", lower_bound=0)
-flags.DEFINE_float("top_p", 1.0, "Sample among the likeliest tokens of this total probability.", lower_bound=0.0, upper_bound=1.0)
-flags.DEFINE_integer("seed", None, "Makes sampling repeatable; default: another text each run.")
-flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "Of the operands of large products; default: as --weights wants.")
-flags.DEFINE_enum("weights", None, ["float32", "bfloat16", "int8"], "How weights are stored; default: bfloat16.")
-flags.DEFINE_bool("json", False, "One JSON object a prompt on stdout instead of text.")
+flags.DEFINE_string("prompt_file", None, "A UTF-8 file with one prompt a line; - reads stdin.")
+flags.DEFINE_bool("chat", False, "Talk with the model turn by turn; its KV stays between turns. Turns may come through a pipe.")
+flags.DEFINE_integer("max_new_tokens", 128, "Tokens to emit a prompt or turn, at most.", lower_bound=1)
+flags.DEFINE_integer("max_tokens", None, "Room of a prompt and its text, or of a chat (4096), in tokens.", lower_bound=1)
+flags.DEFINE_float("temperature", 0.0, "0 always takes the likeliest token.", lower_bound=0.0)
+flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: all.", lower_bound=0)
+flags.DEFINE_float("top_p", 1.0, "Draw among the fewest likeliest tokens that reach this probability together.", 0.0, 1.0)
+flags.DEFINE_integer("seed", None, "Makes draws repeatable; without it every run draws anew.", lower_bound=0)
+flags.DEFINE_enum("weights", None, _script.WEIGHTS, "How weights are stored; without it what suits the backend.")
+flags.DEFINE_enum("dtype", None, _script.DTYPES, "Of the operands of large products; without it as --weights wants.")
+flags.DEFINE_bool("json", False, "One JSON object a prompt on stdout, instead of text.")
+
+_MAX_ROWS = 32  # prompts of one batch: bounds the KV pool, and larger batches hardly run faster on a CPU
+_LEAST_ROOM = 256  # tokens; room grows in powers of two, so that prompts of many lengths share compiled steps
 
 
-def main(argv):
+def main(terminal) -> None:
     """Loads the model and runs the prompts or the chat."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: prompts go into --prompt")
     if FLAGS.chat and (FLAGS.prompt or FLAGS.prompt_file or FLAGS.json):
-        raise app.UsageError("--chat takes its text from the terminal: leave out --prompt, --prompt_file and --json")
+        raise ValueError("--chat reads its text from the terminal: leave out --prompt, --prompt_file and --json")
     prompts = [] if FLAGS.chat else _prompts()
-    terminal = Terminal()
     terminal("importing jax")
     import jaxkv
     from jaxkv.io.cache import use_compilation_cache
 
     use_compilation_cache()
-    try:
-        model = jaxkv.load_model(FLAGS.model, dtype=FLAGS.dtype, weights=FLAGS.weights, report=terminal)
-        (_chat if FLAGS.chat else _continue)(model, prompts, terminal)
-    except ValueError as error:
-        terminal.done()
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    sampling = _sampling()
+    model = jaxkv.load_model(FLAGS.model, dtype=FLAGS.dtype, weights=FLAGS.weights, report=terminal)
+    if model.tokenizer is None:
+        raise ValueError(f"{FLAGS.model} comes without a tokenizer (a tokenizer.json): text cannot become tokens")
+    if FLAGS.chat:
+        _chat(model, sampling, terminal)
+    else:
+        _continue(model, prompts, sampling, terminal)
 
 
 def _prompts() -> list[str]:
     prompts = list(FLAGS.prompt)
     if FLAGS.prompt_file:
         try:
-            text = sys.stdin.read() if FLAGS.prompt_file == "-" else Path(FLAGS.prompt_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise app.UsageError(f"--prompt_file: {error}") from None
-        prompts += [line for line in text.splitlines() if line.strip()]
+            data = sys.stdin.buffer.read() if FLAGS.prompt_file == "-" else Path(FLAGS.prompt_file).read_bytes()
+            text = data.decode("utf-8-sig")
+        except OSError as error:
+            raise ValueError(f"--prompt_file={FLAGS.prompt_file}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompt_file={FLAGS.prompt_file} is not UTF-8 at byte {error.start}") from None
+        prompts += [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     if not prompts:
-        raise app.UsageError("nothing to do: give --prompt TEXT, --prompt_file FILE, or --chat")
+        raise ValueError("nothing to do: give --prompt TEXT, --prompt_file FILE or --chat (--help lists the flags)")
     return prompts
 
 
 def _sampling():
+    import secrets
+
     import jaxkv
 
-    seed = FLAGS.seed
-    if seed is None and FLAGS.temperature > 0:
-        seed = int.from_bytes(__import__("os").urandom(4), "little")
+    seed = secrets.randbits(32) if FLAGS.seed is None else FLAGS.seed
     return jaxkv.Sampling(temperature=FLAGS.temperature, top_k=FLAGS.top_k, top_p=FLAGS.top_p, seed=seed)
 
 
-def _continue(model, prompts, terminal) -> None:
+def _continue(model, prompts, sampling, terminal) -> None:
+    """Runs the prompts, _MAX_ROWS at a time."""
     import jaxkv
 
-    tokens = [_encode(model, prompt) for prompt in prompts]
-    longest = FLAGS.max_tokens or max(len(t) for t in tokens) + FLAGS.max_new_tokens
-    state = jaxkv.init_state(model, num_slots=len(prompts), max_tokens_per_slot=longest)
-    terminal("compiling and reading the prompt")
-    stream = jaxkv.generate(state, tokens, max_new_tokens=FLAGS.max_new_tokens, sampling=_sampling(), stream=True)
-    show = len(prompts) == 1 and not FLAGS.json
-    if show:
-        sys.stdout.write(prompts[0])
-    for event in stream:
-        terminal.done()
-        if show:
-            sys.stdout.write(event.text)
-            sys.stdout.flush()
+    tokens = [model.tokenizer.encode(prompt) for prompt in prompts]
+    for prompt, ids in zip(prompts, tokens, strict=True):
+        if not ids:
+            raise ValueError(f"prompt {prompt!r} has no tokens: there is nothing to continue")
+    room = FLAGS.max_tokens or _room(max(map(len, tokens)) + FLAGS.max_new_tokens, model.config.max_positions)
+    state = jaxkv.init_state(model, num_slots=min(len(prompts), _MAX_ROWS), max_tokens_per_slot=room)
+    for first in range(0, len(prompts), _MAX_ROWS):
+        rows = slice(first, first + _MAX_ROWS)
+        state = jaxkv.release(state, range(state.num_slots))
+        state, output = _run(model, state, prompts[rows], tokens[rows], sampling, terminal)
+        _report(state, output)
+        if "error" in output.finish_reasons:
+            raise ValueError("the model's logits are NaN or infinite: its weights are broken, or too large for this --dtype")
+
+
+def _room(needed: int, limit: int) -> int:
+    """Tokens a slot; more than the model's limit if that is needed, which `init_state` then refuses in its words."""
+    room = max(_LEAST_ROOM, 1 << (needed - 1).bit_length())
+    return max(needed, min(room, limit))
+
+
+def _run(model, state, prompts, tokens, sampling, terminal):
+    """One batch: its text as it comes if it is one prompt, else when all are done."""
+    import jaxkv
+
+    terminal("compiling, and reading the prompt")
+    stream = jaxkv.generate(state, tokens, max_new_tokens=FLAGS.max_new_tokens, sampling=sampling, stream=True)
+    alone = len(FLAGS.prompt) == 1 and not FLAGS.prompt_file and not FLAGS.json
+    # As decoded, the prompt and its continuation are one text; special tokens do not show.
+    echo = [model.tokenizer.stream().feed(ids) for ids in tokens]
+    if alone:
+        _show(stream, terminal, echo[0])
+        return stream.finish()
+    for count, _ in enumerate(stream):
+        terminal("generating", count / (len(tokens) * FLAGS.max_new_tokens))
     state, output = stream.finish()
     terminal.done()
-    if show:
-        sys.stdout.write("\n")
-    elif not FLAGS.json:
-        for prompt, text in zip(prompts, output.text, strict=True):
-            print(f"{prompt}{text}\n")
-    else:
-        _print_json(prompts, output)
-    _report(state, output)
+    for i, prompt in enumerate(prompts):
+        if FLAGS.json:
+            tokens, reason = output.tokens[i].tolist(), output.finish_reasons[i]
+            fields = {"prompt": prompt, "text": output.text[i], "tokens": tokens, "finish_reason": reason}
+            sys.stdout.write(json.dumps(fields) + "\n")
+        else:
+            sys.stdout.write(f"{echo[i]}{output.text[i]}\n\n")
+    sys.stdout.flush()
+    return state, output
 
 
-def _print_json(prompts, output) -> None:
-    for prompt, text, tokens, reason in zip(prompts, output.text, output.tokens, output.finish_reasons, strict=True):
-        print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens.tolist(), "finish_reason": reason}, ensure_ascii=False))
+def _show(stream, terminal, text: str = "", stopped=lambda: False) -> None:
+    """Writes `text`, then what the stream brings, then a line end."""
+    for event in stream:
+        terminal.done()
+        sys.stdout.write(text + event.text)
+        sys.stdout.flush()
+        if stopped():
+            break
+        if not terminal.midline:
+            terminal.midline = True
+            terminal("compiling the next step")
+        text = ""
+    terminal.done()
+    terminal.midline = False
+    sys.stdout.write("\n")
+    sys.stdout.flush()
 
 
-def _chat(model, prompts, terminal) -> None:
-    """Reads turns until end of input; only the new turn is ever prefilled."""
+def _chat(model, sampling, terminal) -> None:
+    """Reads turns until an empty line or the end of input. Only what is new since the last turn is run."""
     import jaxkv
 
-    del prompts
-    tokenizer = _tokenizer(model)
+    tokenizer = model.tokenizer
     if tokenizer.chat_template is None:
-        raise ValueError(f"{FLAGS.model} has no chat template, it only continues text: use --prompt")
-    limit = FLAGS.max_tokens or min(4096, model.config.max_positions)
-    state = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=limit)
+        raise ValueError(
+            f"{FLAGS.model} has no chat template, so it only continues text: use --prompt instead of --chat, or --model with a"
+            " model that is tuned to chat"
+        )
+    room = FLAGS.max_tokens or min(4096, model.config.max_positions)
+    state = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=room)
     messages: list[dict[str, str]] = []
     terminal.done()
-    print("Empty line or Ctrl-D ends; Ctrl-C stops an answer.", file=sys.stderr)
+    if sys.stdin.isatty():
+        sys.stderr.write("An empty line or Ctrl-D ends the chat; Ctrl-C stops an answer.\n")
     while text := _read_turn():
         messages.append({"role": "user", "content": text})
-        whole = tokenizer.encode_chat(messages)
-        kept = _common_prefix(state.tokens(0), whole)
-        state = jaxkv.truncate(state, [0], [kept])
-        room = limit - len(whole)
-        if room < 1:
-            raise ValueError(f"the conversation is {len(whole)} tokens long and --max_tokens is {limit}")
-        terminal("compiling and reading the turn")
-        stream = jaxkv.generate(state, [whole[kept:]], max_new_tokens=min(room, FLAGS.max_new_tokens), sampling=_sampling(), stream=True)
-        try:
-            for event in stream:
-                terminal.done()
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            pass
-        state, output = stream.finish()
-        terminal.done()
-        print(flush=True)
+        state, output = _answer(state, tokenizer.encode_chat(messages), room, sampling, terminal)
         messages.append({"role": "assistant", "content": output.text[0]})
         _report(state, output)
 
 
+def _answer(state, whole: list[int], room: int, sampling, terminal):
+    """Runs what `whole`, the conversation so far, has beyond the slot's history, and shows the answer."""
+    import jaxkv
+
+    if len(whole) >= room:
+        raise ValueError(
+            f"the conversation has {len(whole)} tokens and there is room for {room}: start again with more --max_tokens"
+        )
+    kept = _common_prefix(state.tokens(0), whole)
+    state = jaxkv.truncate(state, [0], [kept])
+    terminal("compiling, and reading the turn")
+    with _CtrlC() as ctrl_c:
+        limit = min(room - len(whole), FLAGS.max_new_tokens)
+        stream = jaxkv.generate(state, [whole[kept:]], max_new_tokens=limit, sampling=sampling, stream=True)
+        _show(stream, terminal, stopped=lambda: ctrl_c.pressed)
+        return stream.finish()
+
+
+class _CtrlC:
+    """Notes the first Ctrl-C instead of raising in the middle of a step, which would lose the state; the second one raises."""
+
+    def __enter__(self):
+        self.pressed = False
+        self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *error):
+        signal.signal(signal.SIGINT, self._before)
+
+    def _press(self, signum, frame):
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+
 def _read_turn() -> str:
+    """The next line of the user; "" at the end."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # editing and history for input()
     try:
-        return input("> ").strip()
-    except (EOFError, KeyboardInterrupt):
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
         return ""
 
 
-def _common_prefix(held, whole) -> int:
-    """How many tokens of the history the new prompt begins with; at least one token is left to run."""
+def _common_prefix(held, whole: list[int]) -> int:
+    """How many tokens of the slot's history the conversation begins with; at least one of the conversation is left to run."""
     same = 0
     for a, b in zip(held.tolist(), whole[:-1], strict=False):
         if a != b:
@@ -168,33 +236,19 @@ def _common_prefix(held, whole) -> int:
     return same
 
 
-def _encode(model, prompt: str) -> list[int]:
-    tokens = _tokenizer(model).encode(prompt)
-    if not tokens:
-        raise ValueError(f"prompt {prompt!r} has no tokens")
-    return tokens
-
-
-def _tokenizer(model):
-    if model.tokenizer is None:
-        raise ValueError(f"{FLAGS.model} comes without a tokenizer: text cannot become tokens")
-    return model.tokenizer
-
-
 def _report(state, output) -> None:
-    """One line on stderr: time to first token, time per token, rate, KV in use."""
+    """One line on stderr: time to the first token and a token, rate, KV in use."""
     from jaxkv.kv.pages import pages_in_use
 
     t = output.timings
-    page_bytes = state.kv.nbytes / state.kv.refcounts.shape[0]
-    used = page_bytes * int(pages_in_use(state.kv.own))
-    rate = t.new_tokens / t.total_s if t.total_s else 0.0
-    print(
+    used = state.kv.nbytes * int(pages_in_use(state.kv.own)) / state.kv.refcounts.shape[0]
+    rate = (t.new_tokens - len(output.rows)) / (t.total_s - t.ttft_s) if t.new_tokens > len(output.rows) else 0.0
+    sys.stderr.write(
         f"[{t.prompt_tokens} prompt + {t.new_tokens} new tokens; TTFT {t.ttft_s * 1e3:.0f} ms, TPOT {t.tpot_s * 1e3:.1f} ms,"
-        f" {rate:.1f} tok/s; KV {used / 2**20:.1f} of {state.kv.nbytes / 2**20:.1f} MiB in use]",
-        file=sys.stderr,
+        f" {rate:.1f} tok/s; KV {used / 2**20:.1f} of {state.kv.nbytes / 2**20:.1f} MiB in use]\n"
     )
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":
-    app.run(main)
+    _script.run(main)

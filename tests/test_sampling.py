@@ -147,7 +147,7 @@ def cut_arrays(options):
 
 @jax.jit
 def masses(blocks, arrays):
-    tops, highest, _ = vocab_search.block_tops(blocks, blocks.shape[1] * vocab_search.BLOCK)
+    tops, highest = vocab_search.block_tops(blocks)
     full = sample_step._mass(blocks, highest, arrays)(blocks, sample_step._ids(blocks))
     values, ids = vocab_search.best(blocks, tops, 64)
     return full, sample_step._mass_short(values, highest, arrays), ids
@@ -197,11 +197,20 @@ def test_kept_set_by_hand(options, kept):
     assert np.flatnonzero(np.asarray(full).reshape(-1)).tolist() == kept
 
 
+def test_the_shortlist_weighs_each_row_as_the_whole_vocabulary_does():
+    logits = np.random.default_rng(1).normal(size=(3, V)).astype(np.float32)
+    arrays = Sampling(temperature=[0.5, 1.0, 2.0], top_k=[3, 64, 30], top_p=[1.0, 0.9, 0.8]).arrays(
+        num_slots=3, rows=range(3), vocab_size=V, eos_token_ids=(), seeds=[0] * 3, prompt_lengths=[0] * 3
+    )
+    full, short, ids = masses(vocab_search.to_blocks(jnp.asarray(logits)), arrays)
+    np.testing.assert_array_equal(np.take_along_axis(np.asarray(full).reshape(3, -1), np.asarray(ids), 1), short)
+
+
 def test_the_best_tokens_tie_by_lowest_id_across_blocks():
     x = np.full((1, 3 * 512), -1.0, np.float32)
     x[0, [700, 800, 5, 1100]] = [2.0, 1.0, 1.0, 1.0]
     blocks = vocab_search.to_blocks(jnp.asarray(x))
-    values, ids = vocab_search.best(blocks, vocab_search.block_tops(blocks, x.shape[1])[0], 5)
+    values, ids = vocab_search.best(blocks, vocab_search.block_tops(blocks)[0], 5)
     assert ids.tolist() == [[700, 5, 800, 1100, 0]] and values.tolist() == [[2.0, 1.0, 1.0, 1.0, -1.0]]
 
 
@@ -280,7 +289,7 @@ def test_greedy_takes_the_lowest_index_of_ties(options):
     @functools.partial(jax.jit, compiler_options=options)
     def argmax(logits):
         blocks = vocab_search.to_blocks(logits)
-        tops, _, broken = vocab_search.block_tops(blocks, logits.shape[1])
+        tops, _, broken = vocab_search.checked_tops(blocks, logits.shape[1])
         return vocab_search.argmax(blocks, tops), broken
 
     for size in SIZES:
@@ -330,7 +339,7 @@ def test_logprobs_are_those_of_the_raw_logits(size):
 
     @functools.partial(jax.jit, compiler_options=FAST_MATH)
     def logprobs(logits, tokens, asked):
-        tops, highest, _ = vocab_search.block_tops(vocab_search.to_blocks(logits), size)
+        tops, highest = vocab_search.block_tops(vocab_search.to_blocks(logits))
         return sample_step._logprobs(logits, tops, highest, tokens, asked)
 
     own, top_ids, top_logprobs = map(np.asarray, logprobs(logits, tokens, np.array(asked, np.int32)))
@@ -474,8 +483,8 @@ def test_padding_never_writes_the_last_token_or_row():
 def test_all_rows_at_once_gives_what_one_after_the_other_gives(monkeypatch):
     rng = np.random.default_rng(9)
     cases = []
-    for _ in range(8):
-        rows = [random_options(rng, V) for _ in range(B)]
+    for i in range(8):
+        rows = [random_options(rng, V) | ({"top_k": 7 + i} if i % 2 else {}) for _ in range(B)]
         history = rng.integers(0, V, size=(B, HISTORY), dtype=np.int32)
         cases.append((rng.normal(size=(B, V)) * 2, as_sampling(rows, logprobs=[None, 2, 0, None, 20, 1]), history))
     in_turn = [run(x, s, history=h, lengths=[HISTORY] * B) for x, s, h in cases]

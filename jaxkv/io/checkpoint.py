@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -20,17 +21,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.config import ModelConfig, RopeConfig
 from jaxkv.io.generation import GenerationDefaults
 from jaxkv.io.json_file import read_object
 from jaxkv.model.linear import Experts, Linear
-from jaxkv.model.params import Storage, check_params
+from jaxkv.model.params import Storage, adopt, aligned_empty, check_params
 
-FORMAT = 1
+FORMAT = 2
 _DESCRIPTION = "jaxkv.json"
+_PART_BYTES = 64 << 20  # a load's peak is the weights and a part; glibc gives blocks over 32 MiB back when they are freed
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -85,18 +86,34 @@ def read(path: Path) -> tuple[ModelConfig, Storage, GenerationDefaults, dict]:
     return config, storage, generation, params
 
 
-def _restore(path: Path):
+def _restore(path: Path) -> dict:
+    """The tree as nested dicts of numpy arrays, read one by one: the peak is the weights and one array."""
     import orbax.checkpoint as ocp
 
     if not path.is_dir():
         raise ValueError(f"{path} is missing: the checkpoint is incomplete")
     with _checkpointer() as checkpointer:
+
+        def read(keys):
+            wanted, options = 0, ocp.RestoreArgs(restore_type=np.ndarray)
+            for key in reversed(keys):
+                wanted, options = {key: wanted}, {key: options}
+            args = ocp.args.PyTreeRestore(item=wanted, restore_args=options, partial_restore=True)
+            tree = checkpointer.restore(path, args=args)
+            for key in keys:
+                tree = tree[key]
+            return tree
+
+        def visit(node, keys):
+            if not isinstance(node, dict):
+                return read(keys)
+            parts = [key for key in sorted(node) if key.startswith("part")]
+            if parts:
+                return _joined([node[part].shape for part in parts], (read((*keys, part)) for part in parts))
+            return {key: visit(child, (*keys, key)) for key, child in node.items()}
+
         try:
-            names = checkpointer.metadata(path)
-            tree = getattr(names, "item_metadata", names)
-            tree = getattr(tree, "tree", tree)
-            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+            return visit(checkpointer.metadata(path).item_metadata.tree, ())
         except (KeyError, TypeError, OSError) as error:
             raise ValueError(f"{path}: Orbax cannot read it: {error}") from error
 
@@ -106,7 +123,7 @@ def _checkpointer():
     # Orbax takes most of a second to import: only those who read or write a checkpoint pay.
     import orbax.checkpoint as ocp
 
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)) as checkpointer:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
         yield checkpointer
 
 
@@ -124,26 +141,48 @@ def _appearing(path: Path) -> Iterator[Path]:
 
 
 def _nested(params) -> dict:
-    """The params tree as nested dicts of arrays, absent forms left out."""
+    """The params tree as nested dicts of arrays, absent forms left out, large arrays in parts of their first axis."""
 
     def plain(node):
         if isinstance(node, Linear | Experts):
             arrays = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
-            return {k: v for k, v in arrays.items() if isinstance(v, jax.Array)}
+            return {k: plain(v) for k, v in arrays.items() if isinstance(v, jax.Array)}
         if isinstance(node, tuple):
             return {str(i): plain(x) for i, x in enumerate(node)}
-        return {k: plain(v) for k, v in node.items()} if isinstance(node, dict) else node
+        return {k: plain(v) for k, v in node.items()} if isinstance(node, dict) else _parts(node)
 
     return plain(params)
 
 
+def _parts(array: jax.Array):
+    """The array, or a dict of its parts: reading one by one, a load never holds a large array twice."""
+    if array.nbytes <= _PART_BYTES:
+        return array
+    row_bytes = array.nbytes // array.shape[0]
+    step = 64 // math.gcd(64, row_bytes)  # parts stay aligned, so that jax takes them as they are: Orbax copies numpy arrays
+    rows = max(_PART_BYTES // row_bytes // step, 1) * step
+    array = np.asarray(array)  # on CPU a view
+    return {f"part{i:05d}": adopt(array[start : start + rows]) for i, start in enumerate(range(0, array.shape[0], rows))}
+
+
+def _joined(shapes, parts) -> np.ndarray:
+    """The array of `_parts`, from the shapes of its parts and an iterator that reads them."""
+    whole, start = None, 0
+    for part in parts:
+        if whole is None:
+            whole = aligned_empty((sum(shape[0] for shape in shapes), *part.shape[1:]), part.dtype)
+        whole[start : start + part.shape[0]] = part
+        start += part.shape[0]
+    return whole
+
+
 def _tree(nested: dict, storage: Storage):
-    """The inverse of `_nested`: dicts with a "weight" become the products they were."""
+    """The inverse of `_nested`, which it empties: dicts with a "weight" become the products they were."""
 
     def build(name, node):
         if not isinstance(node, dict):
-            return jnp.asarray(node)
-        arrays = {k: build(k, v) for k, v in node.items()}
+            return adopt(node)
+        arrays = {k: build(k, node.pop(k)) for k in list(node)}
         if "weight" not in arrays:
             return arrays
         if name.startswith("experts"):

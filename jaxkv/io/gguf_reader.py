@@ -41,6 +41,8 @@ _MIN_PAIR_BYTES = 8 + 4 + 1  # empty key, type, one-byte value
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # empty name, n_dims, one dim, type, offset
 _MAX_NAME_BYTES = 65_535
 
+_TENSOR_COUNT_AT = 8  # behind magic and version
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
@@ -136,9 +138,15 @@ class GGUFFile:
     Arrays of strings are lists of bytes; other arrays are numpy views of the map.
     """
 
-    def __init__(self, path: Path, data: mmap.mmap, metadata: dict[str, Any], tensors: dict[str, TensorInfo]):
+    def __init__(self, path: Path, data: mmap.mmap, metadata: dict[str, Any], tensors: dict[str, TensorInfo], metadata_end: int):
         self.path, self.metadata, self.tensors = path, metadata, tensors
-        self._data = data
+        self._data, self._metadata_end = data, metadata_end
+
+    def header(self) -> bytes:
+        """The metadata as a GGUF file of its own, without tensors: a vocabulary to keep beside converted weights."""
+        start = bytearray(self._data[: self._metadata_end])
+        struct.pack_into("<Q", start, _TENSOR_COUNT_AT, 0)
+        return bytes(start)
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor's bytes, u8[nbytes], a view of the map."""
@@ -184,7 +192,8 @@ def read_gguf(path: str | Path) -> GGUFFile:
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 30:
         raise cursor.fail(f"general.alignment must be a power of two, got {alignment!r}")
-    return GGUFFile(path, data, metadata, _tensor_table(cursor, num_tensors, alignment))
+    metadata_end = cursor.pos
+    return GGUFFile(path, data, metadata, _tensor_table(cursor, num_tensors, alignment), metadata_end)
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int]:

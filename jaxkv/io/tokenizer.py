@@ -6,7 +6,7 @@ Backends: `TokenizersBackend` (a `tokenizers` object: tokenizer.json, or byte-le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,9 @@ from jaxkv.io.spm import SPACE
 
 if TYPE_CHECKING:
     from jaxkv.io.gguf_reader import GGUFFile
+
+# The vocabulary of a GGUF file, saved as a GGUF file without tensors.
+SAVED_VOCABULARY = "vocabulary.gguf"
 
 
 class Backend(detokenize.Vocabulary, Protocol):
@@ -44,6 +47,7 @@ class Tokenizer:
         suffix: Sequence[int] = (),
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        files: Mapping[str, Callable[[], bytes]] | None = None,
     ):
         self.backend = backend
         self.bos_token_id = bos_token_id
@@ -51,6 +55,22 @@ class Tokenizer:
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
         self._prefix, self._suffix = list(prefix), list(suffix)
+        self._files = dict(files or {})
+
+    def save(self, folder: Path) -> None:
+        """Writes the files that `load` makes the same tokenizer of into an existing folder."""
+        if not self._files:
+            raise ValueError("this tokenizer was not read from files, so there is nothing to save it as")
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content())
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """The tokenizer that `save` wrote."""
+        from jaxkv.io.gguf_reader import read_gguf
+
+        vocabulary = folder / SAVED_VOCABULARY
+        return cls.from_gguf(read_gguf(vocabulary)) if vocabulary.exists() else cls.from_folder(folder)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:

@@ -14,8 +14,15 @@ from jaxkv.io import spm
 from jaxkv.io.generation import generation_from_folder, generation_from_gguf
 from jaxkv.io.gguf_reader import GGUFFile
 from jaxkv.io.json_file import read_object
-from jaxkv.io.tokenizer import Tokenizer, TokenizersBackend
+from jaxkv.io.tokenizer import SAVED_VOCABULARY, Tokenizer, TokenizersBackend
 
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Splitting patterns by tokenizer.ggml.pre. GPT-2's is the paper's; the second is cl100k's with up to 3 digits a word
@@ -81,6 +88,7 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
         suffix=[eos] if add_eos and eos is not None else [],
         chat_template=template if isinstance(template, str) else None,
         special_tokens={name: meta.text(token) for name, token in names.items() if token is not None},
+        files={SAVED_VOCABULARY: file.header},
     )
 
 
@@ -193,6 +201,7 @@ def from_folder(folder: Path) -> Tokenizer:
         suffix=suffix,
         chat_template=_chat_template(folder, config),
         special_tokens=special,
+        files={name: (folder / name).read_bytes for name in _FILES if (folder / name).exists()},
     )
 
 

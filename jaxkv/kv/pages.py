@@ -70,9 +70,7 @@ def empty(num_slots: int, pages_per_slot: int, num_pages: int, page_size: int) -
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}" + " (page 0 is never used)" * (least == 2))
     if pages_per_slot * page_size > _MAX_INT32 or num_pages >= _MAX_INT32:
-        raise ValueError(
-            f"{pages_per_slot=} * {page_size=} tokens a slot and {num_pages=} must stay below 2**31 (int32 positions)"
-        )
+        raise ValueError(f"{pages_per_slot=} * {page_size=} tokens a slot and {num_pages=} must stay below 2**31 (int32 positions)")
     shapes = ((num_slots, pages_per_slot), num_slots, num_pages)
     table, lengths, refcounts = (_frozen(np.zeros(shape, np.int32)) for shape in shapes)
     return Ownership(table, lengths, refcounts, page_size)

@@ -71,13 +71,13 @@ def empty_kv(
         raise ValueError(f"kv_dtype={dtype!r} is not one of {', '.join(KV_DTYPES)}")
     rows = config.num_layers * num_pages
     vectors = rows * config.num_kv_heads * page_size
-    # Writes number the vectors of the pool and, past its end, those that they drop (kv/store.py): at most the larger of one
-    # token of every slot and one slot's whole history, padded to a power of two.
-    spare = config.num_layers * config.num_kv_heads * max(num_slots, 2 * pages_per_slot * page_size)
+    # A write sends what it drops to page indices past the pool's end, one a token and layer (kv/store.py): at most the larger of
+    # one token of every slot and one slot's whole history, padded to a power of two.
+    spare = config.num_layers * max(num_slots, 2 * pages_per_slot * page_size)
     if vectors + spare > _INT32_RANGE:
         raise ValueError(
             f"num_layers={config.num_layers} * {num_pages=} * num_kv_heads={config.num_kv_heads} * {page_size=} = {vectors:,}"
-            f" vectors of the pool and {spare:,} more for the longest write do not fit an int32 index: {vectors + spare:,} of at"
+            f" vectors of the pool and {spare:,} indices to spare for the longest write do not fit int32: {vectors + spare:,} of at"
             f" most {_INT32_RANGE:,}; use fewer pages"
         )
     shape = (rows, config.num_kv_heads, page_size, config.head_dim)

@@ -170,11 +170,11 @@ def _stored(source, parts, layers, storage, *, bias, stacked=True, wide=True):
     groups = 1 if columns % INT8_GROUP else columns // INT8_GROUP
     shape = (len(layers), *lead, rows, columns)
     bf16 = stored_dtype("bfloat16", storage.platform)
-    buffers = {"weight": _aligned(shape, bf16 if storage.weights == "bfloat16" else np.dtype(storage.weights))}
+    buffers = {"weight": aligned_empty(shape, bf16 if storage.weights == "bfloat16" else np.dtype(storage.weights))}
     if storage.weights == "int8":
-        buffers["scale"] = _aligned((*shape[:-1], groups), np.float32)
+        buffers["scale"] = aligned_empty((*shape[:-1], groups), np.float32)
         if wide and storage.platform == "cpu":
-            buffers["wide"] = _aligned(shape, bf16)
+            buffers["wide"] = aligned_empty(shape, bf16)
     for i, layer in enumerate(layers):
         offset = 0
         for part, part_shape in zip(parts, per_part, strict=True):
@@ -183,7 +183,7 @@ def _stored(source, parts, layers, storage, *, bias, stacked=True, wide=True):
     arrays = {}
     for key in list(buffers):
         buffer = buffers.pop(key)
-        arrays[key] = jnp.asarray(buffer if stacked else buffer[0])
+        arrays[key] = adopt(buffer if stacked else buffer[0])
     return Linear(**arrays, bias=bias, dtype=storage.dtype, platform=storage.platform)
 
 
@@ -219,12 +219,17 @@ def _forms(x, weights, groups, wide):  # [.., N, D] -> the arrays of one Linear
 _CONVERT = jax.jit(_forms, static_argnums=(1, 2, 3))
 
 
-def _aligned(shape, dtype):
-    """An uninitialised numpy array at a 64-byte boundary: jax's CPU client then takes it over without a copy."""
+def aligned_empty(shape, dtype) -> np.ndarray:
+    """An uninitialised array at a 64-byte boundary, for `adopt`."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def adopt(array: np.ndarray) -> jax.Array:
+    """The array on the default device; on CPU the very same memory if it is aligned. The caller writes to it no more."""
+    return jax.device_put(array, may_alias=True)
 
 
 class _Counted:

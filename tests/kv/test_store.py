@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.config import ModelConfig, RopeConfig
+from jaxkv.kv import pages as ownership
 from jaxkv.kv.state import KV_DTYPES, empty_kv
 from jaxkv.kv.store import copy_pages, write_tokens
 from pallas_kernels import paged_decode
@@ -152,18 +153,20 @@ def memory(function, *args):
     return stats.alias_size_in_bytes, stats.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "uint16"])
-def test_writes_are_in_place(dtype):
-    layers, pages, heads, page_size, dim, slots = 8, 256, 2, 16, 64, 4
+@pytest.mark.parametrize(("dtype", "heads"), [("float32", 2), ("float32", 1), ("uint16", 2)])
+def test_writes_are_in_place(dtype, heads):
+    layers, pages, page_size, dim, slots = 8, 512 // heads, 16, 64, 4
     array = jax.ShapeDtypeStruct
     pool = array((layers * pages, heads, page_size, dim), dtype)
     pool_bytes = pool.size * pool.dtype.itemsize
-    ids = array((slots,), np.int32)
+    ids, table = array((slots,), np.int32), array((slots, 64), np.int32)
+    loop = lambda pages, *args: jax.lax.fori_loop(0, args[-1][0], lambda i, pages: write_tokens(pages, *args), pages)
     for T in (1, 64):
         new = array((layers, slots, T, heads, dim), np.float32)
-        alias, temp = memory(write_tokens, pool, new, array((slots, 64), np.int32), ids, ids)
-        assert alias == pool_bytes
-        assert temp < pool_bytes // layers, T
+        for function in (write_tokens, loop):  # as one step, and as the loop of several steps carries it
+            alias, temp = memory(function, pool, new, table, ids, ids)
+            assert alias == pool_bytes
+            assert temp < pool_bytes // layers, T
     alias, temp = memory(functools.partial(copy_pages, num_layers=layers), pool, ids, ids)
     assert alias == pool_bytes
     assert temp < pool_bytes // layers
@@ -190,29 +193,28 @@ def test_an_empty_pool_has_the_shape_and_dtype_asked_for():
         empty_kv(config(), 1, 1, 16, 4, "int8", "cpu")
 
 
-@pytest.mark.parametrize(("num_slots", "pages_per_slot"), [(4, 64), (100_000, 4)], ids=["long", "wide"])
-def test_a_pool_is_refused_from_the_first_size_that_int32_cannot_index(num_slots, pages_per_slot):
+@pytest.mark.parametrize(
+    ("num_slots", "pages_per_slot", "page_size", "layers", "heads"),
+    [(4, 64, 128, 32, 8), (100_000, 4, 128, 32, 8), (4, 64, 1, 1, 1)],
+    ids=["long", "wide", "smallest_pages"],
+)
+def test_a_pool_is_refused_from_the_first_size_that_int32_cannot_index(num_slots, pages_per_slot, page_size, layers, heads):
     """The largest accepted one leaves room for the indices of what the longest write drops."""
-    page_size, shape = 128, config()
-    vectors_per_page = shape.num_layers * shape.num_kv_heads * page_size
-    spare = shape.num_layers * shape.num_kv_heads * max(num_slots, 2 * pages_per_slot * page_size)
-    most = (2**31 - spare) // vectors_per_page
+    shape = config(layers, heads)
+    longest = 2 * pages_per_slot * page_size  # a slot's whole history in a bucket of up to twice its size
+    most = (2**31 - layers * max(num_slots, longest)) // (layers * heads * page_size)
     make = lambda n: empty_kv(shape, num_slots, pages_per_slot, page_size, n, "bfloat16", "cpu")
-    kv = jax.eval_shape(lambda: make(most))
-    assert kv.k_pages.shape == (shape.num_layers * most, shape.num_kv_heads, page_size, shape.head_dim)
-    with pytest.raises(ValueError, match=rf"num_layers=32 \* num_pages={most + 1} \* num_kv_heads=8 \* page_size=128 = .*int32"):
+    with pytest.MonkeyPatch.context() as patch:  # up to 8 GiB of reference counts
+        patch.setattr(ownership, "empty", lambda *sizes: None)
+        kv = jax.eval_shape(lambda: make(most))
+    assert kv.k_pages.shape == (layers * most, heads, page_size, shape.head_dim)
+    with pytest.raises(ValueError, match=rf"num_pages={most + 1} \* num_kv_heads={heads} .*int32: .* of at most 2,147,483,648"):
         make(most + 1)
-
-    def write(rows, T):
-        new = jax.ShapeDtypeStruct((shape.num_layers, rows, T, shape.num_kv_heads, shape.head_dim), np.float32)
-        ids = jax.ShapeDtypeStruct((rows,), np.int32)
-        table = jax.ShapeDtypeStruct((rows, pages_per_slot), np.int32)
-        return jax.eval_shape(write_tokens, kv.k_pages, new, table, ids, ids)
-
-    assert write(num_slots, 1).shape == write(1, 2 * pages_per_slot * page_size).shape == kv.k_pages.shape
-    tokens = spare // (shape.num_layers * shape.num_kv_heads) + page_size  # a page more than there is room for
-    with pytest.raises(ValueError, match=rf"32 layers \* 1 rows \* {tokens} tokens \* 8 heads .* int32 index.*at most 2,147,"):
-        write(1, tokens)
+    for rows, T in ((num_slots, 1), (1, longest)):
+        assert layers * most + layers * rows * T <= 2**31  # page indices, those of dropped tokens too
+        new = jax.ShapeDtypeStruct((layers, rows, T, heads, shape.head_dim), np.float32)
+        ids, table = (jax.ShapeDtypeStruct(dims, np.int32) for dims in ((rows,), (rows, pages_per_slot)))
+        assert jax.eval_shape(write_tokens, kv.k_pages, new, table, ids, ids).shape == kv.k_pages.shape
 
 
 @pytest.mark.slow
