@@ -164,7 +164,7 @@ def score_step(params, tokens, counts, *, static: Static):
     config = static.model
     nothing = jnp.zeros((config.num_layers, config.num_kv_heads, 1, config.head_dim), jnp.float32)
     table = jnp.zeros((tokens.shape[0], 1), jnp.int32)
-    x, *_ = forward(config, params, nothing, nothing, table, jnp.zeros_like(counts), tokens, counts, dtype=static.dtype)
+    x, _, _ = forward(config, params, nothing, nothing, table, jnp.zeros_like(counts), tokens, counts, dtype=static.dtype)
     return logits(config, params, x)
 
 
@@ -202,12 +202,12 @@ def _emit(loop: Loop, row_logits, live, options: SamplingArrays):
 
 def _forward(params, pools: Pools, page_table, lengths, tokens, counts, static: Static):
     """Runs the decoder and writes the new keys and values; returns (hidden, pools)."""
-    x, k, v, k_pages, v_pages = forward(
+    x, k, v = forward(
         static.model, params, pools.k_pages, pools.v_pages, page_table, lengths, tokens, counts,
         dtype=static.dtype, implementation=static.implementation,
     )  # fmt: skip
     write = lambda a, new: write_tokens(a, new, page_table, lengths, counts)
-    return x, Pools(write(k_pages, k), write(v_pages, v), pools.history)
+    return x, Pools(write(pools.k_pages, k), write(pools.v_pages, v), pools.history)
 
 
 _STEPS = {

@@ -77,7 +77,8 @@ def decode(state: State, tokens, rows=None):
         state.params, pools, own.page_table, lengths, np.arange(B, dtype=np.int32), column, counts,
         static=state.static, all_logits=False,
     )  # fmt: skip
-    return successor(state, pools, own, rows, -1), logits if len(rows) == B else logits[jnp.asarray(rows)]
+    in_order = np.array_equal(rows, np.arange(B))
+    return successor(state, pools, own, rows, -1), logits if in_order else logits[jnp.asarray(rows)]
 
 
 def fork(state: State, src, dst) -> State:

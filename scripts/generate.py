@@ -149,7 +149,7 @@ def _show(stream, terminal, text: str = "", stopped=lambda: False) -> None:
             break
         if not terminal.midline:
             terminal.midline = True
-            terminal("compiling the next step")
+            terminal("compiling the decode step")
         text = ""
     terminal.done()
     terminal.midline = False

@@ -39,7 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert ("max_tokens_per_slot" in str(error)) == too_long, error
             return None
         successor, got = result if type(result) is tuple else (result, True)
-        if verb is not self.used and successor is not self.state:
+        if successor is not self.state:
             self.used.append(self.state)
             self.state = successor
         return got
@@ -138,7 +138,7 @@ class EngineMachine(RuleBasedStateMachine):
             engine.assert_all_pages_return(self.state)
 
 
-@pytest.mark.parametrize("examples, steps", [(8, 14), pytest.param(60, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples, steps", [(15, 20), pytest.param(60, 40, marks=pytest.mark.slow)])
 def test_any_history_of_verbs(model, examples, steps):
     machine = type("Machine", (EngineMachine,), {"model": model})
     settings = hypothesis.settings(

@@ -76,6 +76,16 @@ def test_decode_of_all_of_some_and_of_pending_rows(model):
     jaxkv.check_integrity(state)
 
 
+def test_logits_follow_the_order_of_rows(model):
+    texts = [prompt(n) for n in (8, 3, 17, 1)]
+    order = [2, 0, 3, 1]
+    state, logits = jaxkv.prefill(new_state(model), texts, rows=order)
+    close(logits, [oracle(model, text)[-1] for text in texts])
+    state, logits = jaxkv.decode(state, [1, 2, 3, 4], rows=order)  # every slot, and not in the order of slots
+    close(logits, [oracle(model, text + [token])[-1] for text, token in zip(texts, (1, 2, 3, 4), strict=True)])
+    assert state.tokens(order[2]).tolist() == texts[2] + [3]
+
+
 def test_a_text_can_begin_with_decode(model):
     state, logits = jaxkv.decode(new_state(model), [17], rows=[2])
     close(logits[0], oracle(model, [17])[-1])

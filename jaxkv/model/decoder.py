@@ -18,8 +18,7 @@ from pallas_kernels import paged_decode, paged_prefill
 def forward(config: ModelConfig, params, k_pages, v_pages, page_table, lengths, tokens, chunk_lengths, *, dtype="float32", implementation=None):
     """Runs `tokens` i32[B, T] behind the `lengths` i32[B] tokens already in the pages.
 
-    Returns hidden f32[B, T, D] (before the final norm), the new keys and values, f32[L, B, T, K, H] each, not yet written, and
-    the two pools as they came: they ride in the scan's carry, or XLA would copy them before anything writes to them later.
+    Returns hidden f32[B, T, D] (before the final norm) and the new keys and values, f32[L, B, T, K, H] each, not yet written.
     """
     B, T = tokens.shape
     pages_per_layer = k_pages.shape[0] // config.num_layers
@@ -29,14 +28,12 @@ def forward(config: ModelConfig, params, k_pages, v_pages, page_table, lengths, 
         x = params["embed"].take(tokens) * jnp.float32(config.embed_scale)
 
     def layer(moe: bool):
-        def body(carry, per_layer):
-            x, k_pages, v_pages = carry
+        def body(x, per_layer):
             w, index, window, kind = per_layer
             attend = lambda q, k, v: _attend(
                 config, q, k, v, k_pages, v_pages, page_table, lengths, chunk_lengths, index * pages_per_layer, window, dtype, implementation
             )
-            x, new = _layer(config, w, x, cos[kind], sin[kind], attend, moe)
-            return (x, k_pages, v_pages), new
+            return _layer(config, w, x, cos[kind], sin[kind], attend, moe)
 
         return body
 
@@ -49,10 +46,10 @@ def forward(config: ModelConfig, params, k_pages, v_pages, page_table, lengths, 
             jnp.asarray(config.layer_windows[span], jnp.int32),
             jnp.asarray(config.layer_ropes[span], jnp.int32),
         )
-        (x, k_pages, v_pages), (k, v) = jax.lax.scan(layer(moe), (x, k_pages, v_pages), per_layer)
+        x, (k, v) = jax.lax.scan(layer(moe), x, per_layer)
         keys.append(k)
         values.append(v)
-    return x, jnp.concatenate(keys), jnp.concatenate(values), k_pages, v_pages
+    return x, jnp.concatenate(keys), jnp.concatenate(values)
 
 
 def logits(config: ModelConfig, params, hidden):
