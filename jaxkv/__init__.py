@@ -7,7 +7,7 @@
 Every verb takes a state and returns its successor; the state it was given is spent.
 """
 
-from jaxkv.generate import Output, Stream, TextEvent, Timings, TokenLogprobs, generate
+from jaxkv.generate import Output, Stream, TextEvent, Timings, TokenLogprobs, generate, warmup
 from jaxkv.loading import Model, load_model, save_checkpoint
 from jaxkv.sampling import Sampling
 from jaxkv.state import StaleStateError, State, check_integrity, init_state, release, truncate
@@ -36,4 +36,5 @@ __all__ = [
     "score",
     "trace_counts",
     "truncate",
+    "warmup",
 ]

@@ -101,7 +101,16 @@ class ModelConfig:
             raise ValueError(f"norm_placement must be pre, post or both, got {self.norm_placement!r}")
         if self.qk_norm not in ("none", "head", "projection"):
             raise ValueError(f"qk_norm must be none, head or projection, got {self.qk_norm!r}")
-        for name in ("vocab_size", "model_dim", "num_layers", "num_q_heads", "num_kv_heads", "head_dim", "mlp_dim", "max_positions"):
+        for name in (
+            "vocab_size",
+            "model_dim",
+            "num_layers",
+            "num_q_heads",
+            "num_kv_heads",
+            "head_dim",
+            "mlp_dim",
+            "max_positions",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_q_heads % self.num_kv_heads:

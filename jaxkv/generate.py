@@ -1,10 +1,10 @@
 """The loop over prefill and decode: `generate(state, tokens) -> (state, Output)`, whole or streamed.
 
-    plan      claim every page the call can need, on the host, or raise with nothing changed
-    prefill   chunks of the prompts, several rows a dispatch
-    fork      parallel samples share the prompt's pages
-    decode    one dispatch after another; the host reads tokens one dispatch behind the device
-    settle    give back what was reserved and not used, roll back behind stop strings
+plan      claim every page the call can need, on the host, or raise with nothing changed
+prefill   chunks of the prompts, several rows a dispatch
+fork      parallel samples share the prompt's pages
+decode    one dispatch after another; the host reads tokens one dispatch behind the device
+settle    give back what was reserved and not used, roll back behind stop strings
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,19 @@ from jaxkv.kv import pages
 from jaxkv.kv.pages import Ownership
 from jaxkv.sampling import Sampling, StopMatcher
 from jaxkv.state import State, frozen, require_live
-from jaxkv.steps import MAX_STEPS, Loop, step
+from jaxkv.steps import MAX_STEPS, Loop, Pools, step
 from jaxkv.verbs import (
-    MAX_PREFILL_TOKENS,
-    bucket_rows,
+    TOKEN_BUCKETS,
     bucket_tokens,
     check_room,
     check_tokens,
     copy,
+    dispatch_decode,
     dispatch_prefill,
+    most_rows,
     pool_full,
     pools_of,
+    row_buckets,
     successor,
     with_pending,
 )
@@ -122,6 +124,33 @@ def generate(
     return run.finish()
 
 
+def warmup(state: State, max_prompt_tokens: int | None = None, chunk_size: int = 512) -> State:
+    """Compiles every step that `generate` and `decode` can need on this state, and returns it with nothing changed.
+
+    After it no call traces or compiles anything, whatever its prompt lengths (up to max_prompt_tokens; None: what a slot holds),
+    rows and sampling options. The state is consumed, as by any verb.
+    """
+    require_live(state)
+    longest = min(max_prompt_tokens or state.max_tokens_per_slot, state.max_tokens_per_slot, chunk_size)
+    B, own, platform = state.num_slots, state.kv.own, state.static.platform
+    pools, none = pools_of(state, None), np.zeros(0, np.int32)
+    for T in [t for t in TOKEN_BUCKETS if t < longest] + [bucket_tokens(longest)]:
+        for R in row_buckets(B):
+            if R <= most_rows(T, B):
+                nobody, nothing = np.full(R, 0), [none] * R
+                pools, logits = dispatch_prefill(state, pools, own, nobody, nothing, np.zeros(R, np.int32), T)
+                buffer = step("collect_logits", platform)(_empty_logits(state, logits), logits, np.full(B, -1, np.int32))
+    pools = copy(state, pools, none, none, none, none)
+    pools, _ = dispatch_decode(state, pools, own, none, none)
+    options = Sampling().arrays(
+        num_slots=B, rows=(), vocab_size=state.static.model.vocab_size, eos_token_ids=(), seeds=(), prompt_lengths=()
+    )
+    loop = _start_loop(pools, own, np.ones(B, bool))
+    loop, _ = step("first_tokens", platform)(loop, buffer, options)
+    loop, _, _ = _dispatch_steps(state, loop, options, np.zeros(B, bool), 1)
+    return successor(state, loop.pools, own, none, -1)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """Everything decided before the device is asked for anything."""
@@ -171,7 +200,7 @@ def _plan(state, tokens, lengths, max_new_tokens, sampling, rows, chunk_size) ->
         raise pool_full(own_prompt, shortfall)
     return _Plan(
         state, sampling, prompts, rows, before, own_prompt, copies_prompt, own_decode, copies_decode, sequences, source, limits,
-        chunk_size, started,
+        int(chunk_size), started,
     )  # fmt: skip
 
 
@@ -202,7 +231,9 @@ def _limits(state: State, max_new_tokens, sampling, rows, totals):
     if limits.ndim == 0:
         limits = np.full(len(rows), limits)
     if limits.shape != (len(rows),) or not np.issubdtype(limits.dtype, np.integer) or (limits < 0).any():
-        raise ValueError(f"max_new_tokens must be a whole number of at least 0, or one for each of {len(rows)} rows; got {max_new_tokens!r}")
+        raise ValueError(
+            f"max_new_tokens must be a whole number of at least 0, or one for each of {len(rows)} rows; got {max_new_tokens!r}"
+        )
     return np.minimum(limits, np.iinfo(np.int32).max).astype(np.int64)
 
 
@@ -223,6 +254,26 @@ def _per_slot(state: State, rows, values):
     return array
 
 
+def _empty_logits(state: State, like):
+    return jnp.zeros((state.num_slots, like.shape[1]), jnp.float32)
+
+
+def _start_loop(pools: Pools, own: Ownership, done) -> Loop:
+    """The decode loop's carry before the first token."""
+    B = len(done)
+    return Loop(pools, jax.tree.map(jnp.asarray, own), jnp.zeros(B, jnp.int32), jnp.asarray(done), jnp.zeros((), jnp.int32))
+
+
+def _dispatch_steps(state: State, loop: Loop, options, halt, count: int):
+    """Up to `count` decode steps in one dispatch; returns (loop, emitted, how many steps that may have been)."""
+    static = state.static
+    looped = static.platform != "cpu"
+    count = count if looped else 1
+    run = step("decode_many", static.platform)
+    loop, emitted = run(state.params, loop, options, halt, np.int32(count), static=static, looped=looped)
+    return loop, emitted, count
+
+
 class Stream:
     """A generate call under way: iterate over its `TextEvent`s; `finish()` returns (state, Output) of what was emitted.
 
@@ -241,7 +292,7 @@ class Stream:
         self._events = self._run()
         self._result: tuple[State, Output] | None = None
 
-    def __iter__(self) -> Iterator[TextEvent]:
+    def __iter__(self) -> Generator[TextEvent, None, None]:
         return self._events
 
     def finish(self) -> tuple[State, Output]:
@@ -302,8 +353,7 @@ class Stream:
         waiting = sorted(range(len(plan.rows)), key=lambda i: -remaining[i].size)
         while waiting:
             T = bucket_tokens(min(remaining[waiting[0]].size, plan.chunk_size))
-            batch = waiting[: max(1, MAX_PREFILL_TOKENS // T)]
-            batch = batch[: bucket_rows(len(batch), state.num_slots)]
+            batch = waiting[: most_rows(T, state.num_slots)]
             chunks = [remaining[i][: min(T, plan.chunk_size)] for i in batch]
             pools, logits = dispatch_prefill(state, pools, plan.own_prompt, plan.rows[batch], chunks, lengths[batch], T)
             ready = []
@@ -324,12 +374,11 @@ class Stream:
         source = np.full(B, -1, np.int32)
         for slot, prompt in zip(plan.sequences, plan.source, strict=True):
             source[slot] = place.get(int(prompt), -1)
-        if buffer is None:
-            buffer = jnp.zeros((B, logits.shape[1]), jnp.float32)
+        buffer = _empty_logits(plan.state, logits) if buffer is None else buffer
         return step("collect_logits", plan.state.static.platform)(buffer, logits, source)
 
-    def _start(self, prefilled) -> Loop | None:
-        """The decode loop's carry, and the first tokens dispatched; None when nothing is to be emitted."""
+    def _start(self, prefilled) -> Loop:
+        """The decode loop's carry, ready for the first tokens."""
         plan, state = self._plan, self._plan.state
         pools, self._logits = prefilled
         extra = np.flatnonzero(plan.sequences != plan.rows[plan.source])
@@ -338,15 +387,9 @@ class Stream:
             pools = copy(state, pools, copies.src, copies.dst, plan.rows[plan.source[extra]], plan.sequences[extra])
         done = np.ones(state.num_slots, bool)
         done[plan.sequences] = plan.limits == 0
-        return Loop(
-            pools=pools,
-            own=jax.tree.map(jnp.asarray, plan.own_decode),
-            token=jnp.zeros(state.num_slots, jnp.int32),
-            done=jnp.asarray(done),
-            shortfall=jnp.zeros((), jnp.int32),
-        )
+        return _start_loop(pools, plan.own_decode, done)
 
-    def _run(self) -> Iterator[TextEvent]:
+    def _run(self) -> Generator[TextEvent, None, None]:
         """Dispatches and reads: while the device runs one dispatch, the host looks at the tokens of the one before."""
         plan = self._plan
         longest = int(plan.limits.max(initial=0))
@@ -367,19 +410,15 @@ class Stream:
             yield from self._read(queue.popleft())
 
     def _dispatch(self, left: int):
-        static = self._plan.state.static
-        looped = static.platform != "cpu"
-        count = min(left, _STEPS_STREAMED if self._streamed else MAX_STEPS) if looped else 1
         halt = self._halt.copy()  # the device may read its argument after this returns
-        self._loop, emitted = step("decode_many", static.platform)(
-            self._plan.state.params, self._loop, self._options, halt, np.int32(count), static=static, looped=looped
-        )
+        most = _STEPS_STREAMED if self._streamed else MAX_STEPS
+        self._loop, emitted, count = _dispatch_steps(self._plan.state, self._loop, self._options, halt, min(left, most))
         return emitted, count
 
     def _all_finished(self) -> bool:
         return all(track.finish_reason for track in self._tracks)
 
-    def _read(self, emitted) -> Iterator[TextEvent]:
+    def _read(self, emitted) -> Generator[TextEvent, None, None]:
         emitted = jax.device_get(emitted)
         if self._first_token_at is None:
             self._first_token_at = time.perf_counter()
@@ -393,7 +432,7 @@ class Stream:
     def _settle(self) -> tuple[State, Output]:
         """Gives back pages reserved and not used, rolls rows back to what counts, and reports."""
         plan, state, loop = self._plan, self._plan.state, self._loop
-        own = Ownership(*(frozen(np.array(a)) for a in (loop.own.page_table, loop.own.lengths, loop.own.refcounts)), state.kv.page_size)
+        own = jax.tree.map(lambda a: frozen(np.array(a)), loop.own)
         if int(loop.shortfall):
             raise AssertionError(f"decode ran out of {int(loop.shortfall)} pages that were reserved")
         kept, pending = own.lengths.copy(), np.full(len(plan.sequences), -1, np.int32)
@@ -466,19 +505,19 @@ class _Track:
             return ""
         text = self.stream.feed([token])
         if self.matcher is not None:
-            text = self._match(text)
+            text = self._match(self.matcher, text)
         if self.finish_reason is not None:
             text += self._end_of_text()
         self.text += text
         return text
 
-    def _match(self, text: str) -> str:
+    def _match(self, matcher: StopMatcher, text: str) -> str:
         """What may be shown now; on a stop string, drops the tokens it takes part in."""
-        text = self.matcher.feed(text)
-        if self.matcher.stopped:
+        text = matcher.feed(text)
+        if matcher.stopped:
             self.finish_reason = "stop"
-            self.tokens = self.tokens[: self.matcher.num_tokens]
-            self.logprobs = self.logprobs[: self.matcher.num_tokens]
+            self.tokens = self.tokens[: matcher.num_tokens]
+            self.logprobs = self.logprobs[: matcher.num_tokens]
         return text
 
     def _end_of_text(self) -> str:

@@ -69,7 +69,7 @@ class State:
     @property
     def num_tokens(self) -> np.ndarray:
         """i32[B]: tokens in each slot's history, the pending one included."""
-        return self.kv.lengths + (self.pending >= 0)
+        return np.asarray(self.kv.lengths) + (self.pending >= 0)
 
     def tokens(self, row: int) -> np.ndarray:
         """The history of one slot, i32[num_tokens[row]]; waits for the device."""
@@ -109,7 +109,9 @@ def init_state(
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     if max_tokens_per_slot > config.max_positions:
-        raise ValueError(f"{max_tokens_per_slot=} is more than the model's max_positions={config.max_positions}; ask for at most that")
+        raise ValueError(
+            f"{max_tokens_per_slot=} is more than the model's max_positions={config.max_positions}; ask for at most that"
+        )
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"{implementation=} is not one of {known} (or None: pick by platform)")
@@ -210,6 +212,4 @@ def frozen(array: np.ndarray) -> np.ndarray:
 
 
 def _with_own(state: State, own, pending) -> State:
-    return dataclasses.replace(
-        state, kv=dataclasses.replace(state.kv, own=own), pending=frozen(np.asarray(pending, np.int32))
-    )
+    return dataclasses.replace(state, kv=dataclasses.replace(state.kv, own=own), pending=frozen(np.asarray(pending, np.int32)))

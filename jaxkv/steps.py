@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +84,7 @@ def _jitted(name: str, platform: str):
         _TRACES[name] += 1
         return function(*args, **kwargs)
 
-    return jax.jit(
-        counted, donate_argnames=donated, static_argnames=static, compiler_options=_COMPILER_OPTIONS.get(platform)
-    )
+    return jax.jit(counted, donate_argnames=donated, static_argnames=static, compiler_options=_COMPILER_OPTIONS.get(platform))
 
 
 def prefill_step(params, pools: Pools, page_table, lengths, rows, tokens, counts, *, static: Static, all_logits: bool):
@@ -176,9 +175,7 @@ def _decode_one(params, loop: Loop, options: SamplingArrays, static: Static):
     before = jnp.where(live, loop.own.lengths, 0)
     counts = live.astype(jnp.int32)
     x, pools = _forward(params, loop.pools, own.page_table, before, loop.token[:, None], counts, static)
-    loop = dataclasses.replace(
-        loop, pools=pools, own=own, shortfall=loop.shortfall + shortfall, done=loop.done | (shortfall > 0)
-    )
+    loop = dataclasses.replace(loop, pools=pools, own=own, shortfall=loop.shortfall + shortfall, done=loop.done | (shortfall > 0))
     return _emit(loop, logits(static.model, params, x[:, 0]), live, options)
 
 
@@ -210,7 +207,7 @@ def _forward(params, pools: Pools, page_table, lengths, tokens, counts, static: 
     return x, Pools(write(pools.k_pages, k), write(pools.v_pages, v), pools.history)
 
 
-_STEPS = {
+_STEPS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "prefill": (prefill_step, ("pools",), ("static", "all_logits")),
     "decode": (prefill_step, ("pools",), ("static", "all_logits")),
     "decode_many": (decode_steps, ("loop",), ("static", "looped")),

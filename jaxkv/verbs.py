@@ -70,14 +70,8 @@ def decode(state: State, tokens, rows=None):
     chunks, rows = check_tokens(state, tokens[:, None], None, rows)
     own, copies = claim(state, rows, [1] * len(rows))
     pools = pools_of(state, copies)
-    B = state.num_slots
-    counts, column, lengths = np.zeros(B, np.int32), np.zeros((B, 1), np.int32), np.zeros(B, np.int32)
-    counts[rows], column[rows, 0], lengths[rows] = 1, np.concatenate(chunks), state.kv.lengths[rows]
-    pools, logits = step("decode", state.static.platform)(
-        state.params, pools, own.page_table, lengths, np.arange(B, dtype=np.int32), column, counts,
-        static=state.static, all_logits=False,
-    )  # fmt: skip
-    in_order = np.array_equal(rows, np.arange(B))
+    pools, logits = dispatch_decode(state, pools, own, rows, np.concatenate(chunks))
+    in_order = np.array_equal(rows, np.arange(state.num_slots))
     return successor(state, pools, own, rows, -1), logits if in_order else logits[jnp.asarray(rows)]
 
 
@@ -151,7 +145,9 @@ def check_tokens(state: State, tokens, lengths, rows) -> tuple[list[np.ndarray],
     chunks = [c.astype(np.int32) for c in chunks]
     if rows is None:
         if len(chunks) > state.num_slots:
-            raise ValueError(f"{len(chunks)} rows of tokens for {state.num_slots} slots: give fewer, or init_state with more num_slots")
+            raise ValueError(
+                f"{len(chunks)} rows of tokens for {state.num_slots} slots: give fewer, or init_state with more num_slots"
+            )
         rows = np.arange(len(chunks))
     rows = check_rows(state, rows)
     if len(rows) != len(chunks):
@@ -211,12 +207,22 @@ def bucket_tokens(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def row_buckets(num_slots: int) -> list[int]:
+    """How many rows a prefill dispatch can be padded to: powers of four, and all slots."""
+    buckets = [1]
+    while buckets[-1] * 4 < num_slots:
+        buckets.append(buckets[-1] * 4)
+    return buckets if num_slots == 1 else [*buckets, num_slots]
+
+
 def bucket_rows(size: int, num_slots: int) -> int:
-    """How many rows a dispatch of `size` rows is padded to: a power of four, or all slots."""
-    bucket = 1
-    while bucket < size:
-        bucket *= 4
-    return min(bucket, num_slots)
+    """The bucket a dispatch of `size` rows is padded to."""
+    return next(bucket for bucket in row_buckets(num_slots) if size <= bucket)
+
+
+def most_rows(T: int, num_slots: int) -> int:
+    """Rows of T tokens that generate puts into one dispatch at most: a whole bucket within MAX_PREFILL_TOKENS."""
+    return max(bucket for bucket in row_buckets(num_slots) if bucket == 1 or bucket * T <= MAX_PREFILL_TOKENS)
 
 
 def pad(chunks, T: int, R: int) -> tuple[np.ndarray, np.ndarray]:
@@ -239,6 +245,17 @@ def dispatch_prefill(state: State, pools: Pools, own, rows, chunks, lengths, T: 
     return step("prefill", state.static.platform)(
         state.params, pools, table, before, slots, tokens, counts, static=state.static, all_logits=all_logits
     )
+
+
+def dispatch_decode(state: State, pools: Pools, own, rows, tokens):
+    """Runs one token for each of `rows` in a step over all slots; returns (pools, logits f32[B, V])."""
+    B = state.num_slots
+    counts, column, lengths = np.zeros(B, np.int32), np.zeros((B, 1), np.int32), np.zeros(B, np.int32)
+    counts[rows], column[rows, 0], lengths[rows] = 1, tokens, state.kv.lengths[rows]
+    return step("decode", state.static.platform)(
+        state.params, pools, own.page_table, lengths, np.arange(B, dtype=np.int32), column, counts,
+        static=state.static, all_logits=False,
+    )  # fmt: skip
 
 
 def pools_of(state: State, copies) -> Pools:

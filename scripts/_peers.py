@@ -45,7 +45,8 @@ def open_peer(kind: str, model: str, batch: int, max_tokens: int, report):
     report(f"loading {path.name} into {kind}")
     # To be set before either is imported. Threads that spin between their turns would slow down the other library's; progress is
     # the script's business.
-    os.environ.update(OMP_WAIT_POLICY="PASSIVE", KMP_BLOCKTIME="0", TQDM_DISABLE="1")
+    for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("KMP_BLOCKTIME", "0"), ("TQDM_DISABLE", "1")):
+        os.environ.setdefault(name, value)
     return _Transformers(path) if kind == "transformers" else _LlamaCpp(path, max_tokens)
 
 

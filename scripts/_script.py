@@ -61,9 +61,9 @@ def _guarded(main, argv: list[str]) -> None:
         sys.stderr.write("\n")
         sys.stderr.flush()
         os._exit(130)  # at once: other threads may be in the middle of seconds of work
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         terminal.done()
-        _fail(f"{error}: install what jaxkv needs, `pip install .` in its folder")
+        _fail(f"{error}: `pip install .` in the folder of jaxkv installs what it needs")
     except (ValueError, OSError, MemoryError) as error:
         terminal.done()
         _fail(str(error) or type(error).__name__)

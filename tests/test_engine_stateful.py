@@ -69,7 +69,12 @@ class EngineMachine(RuleBasedStateMachine):
                 self.text[row] += [token]
                 self.close(logits[i], row)
 
-    @rule(rows=st.lists(ROW, min_size=1, max_size=3, unique=True), text=TEXT, count=st.integers(0, 3), chunk_size=st.sampled_from([512, 9]))
+    @rule(
+        rows=st.lists(ROW, min_size=1, max_size=3, unique=True),
+        text=TEXT,
+        count=st.integers(0, 3),
+        chunk_size=st.sampled_from([512, 9]),
+    )
     def generate(self, rows, text, count, chunk_size):
         """The first row gets a text, the others go on from what they hold (one token, if that is nothing)."""
         texts = [text, *([] if self.text[row] else [5] for row in rows[1:])]
@@ -84,7 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(row=ROW, text=TEXT, read=st.integers(0, 3))
     def stream_and_leave(self, row, text, read):
         run = self.call(
-            lambda s: (s, jaxkv.generate(s, [text], rows=[row], max_new_tokens=5, stream=True)), {row: self.total(row, len(text) + 5)}
+            lambda s: (s, jaxkv.generate(s, [text], rows=[row], max_new_tokens=5, stream=True)),
+            {row: self.total(row, len(text) + 5)},
         )
         if run is not None:
             for _, _ in zip(range(read), run, strict=False):

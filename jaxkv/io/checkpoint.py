@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -39,9 +40,7 @@ def is_checkpoint(path: Path) -> bool:
     return (path / _DESCRIPTION).is_file()
 
 
-def write(
-    path: Path, config: ModelConfig, storage: Storage, generation: GenerationDefaults, params, tokenizer=None
-) -> None:
+def write(path: Path, config: ModelConfig, storage: Storage, generation: GenerationDefaults, params, tokenizer=None) -> None:
     """Writes a checkpoint folder; an existing one at `path` is an error.
 
     Raises:
@@ -161,16 +160,16 @@ def _parts(array: jax.Array):
     row_bytes = array.nbytes // array.shape[0]
     step = 64 // math.gcd(64, row_bytes)  # parts stay aligned, so that jax takes them as they are: Orbax copies numpy arrays
     rows = max(_PART_BYTES // row_bytes // step, 1) * step
-    array = np.asarray(array)  # on CPU a view
-    return {f"part{i:05d}": adopt(array[start : start + rows]) for i, start in enumerate(range(0, array.shape[0], rows))}
+    view = np.asarray(array)  # on CPU no copy
+    return {f"part{i:05d}": adopt(view[start : start + rows]) for i, start in enumerate(range(0, view.shape[0], rows))}
 
 
 def _joined(shapes, parts) -> np.ndarray:
     """The array of `_parts`, from the shapes of its parts and an iterator that reads them."""
-    whole, start = None, 0
-    for part in parts:
-        if whole is None:
-            whole = aligned_empty((sum(shape[0] for shape in shapes), *part.shape[1:]), part.dtype)
+    first = next(parts)
+    whole = aligned_empty((sum(shape[0] for shape in shapes), *first.shape[1:]), first.dtype)
+    start = 0
+    for part in itertools.chain([first], parts):
         whole[start : start + part.shape[0]] = part
         start += part.shape[0]
     return whole

@@ -16,7 +16,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.config import ModelConfig
 from jaxkv.kv import pages
@@ -38,17 +37,17 @@ class KVState:
     own: Ownership
 
     @property
-    def page_table(self) -> np.ndarray:
+    def page_table(self) -> pages.Array:
         """i32[B, M]: the page of slot b's logical page j; 0 is the null page."""
         return self.own.page_table
 
     @property
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> pages.Array:
         """i32[B]: tokens of slot b whose keys and values are stored."""
         return self.own.lengths
 
     @property
-    def refcounts(self) -> np.ndarray:
+    def refcounts(self) -> pages.Array:
         """i32[C]: live references to a page; 0 is free."""
         return self.own.refcounts
 

@@ -15,7 +15,19 @@ from jaxkv.model.layers import mixture, mlp, rms_norm, rope_tables, rotate
 from pallas_kernels import paged_decode, paged_prefill
 
 
-def forward(config: ModelConfig, params, k_pages, v_pages, page_table, lengths, tokens, chunk_lengths, *, dtype="float32", implementation=None):
+def forward(
+    config: ModelConfig,
+    params,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    tokens,
+    chunk_lengths,
+    *,
+    dtype="float32",
+    implementation=None,
+):
     """Runs `tokens` i32[B, T] behind the `lengths` i32[B] tokens already in the pages.
 
     Returns hidden f32[B, T, D] (before the final norm) and the new keys and values, f32[L, B, T, K, H] each, not yet written.
@@ -31,7 +43,19 @@ def forward(config: ModelConfig, params, k_pages, v_pages, page_table, lengths, 
         def body(x, per_layer):
             w, index, window, kind = per_layer
             attend = lambda q, k, v: _attend(
-                config, q, k, v, k_pages, v_pages, page_table, lengths, chunk_lengths, index * pages_per_layer, window, dtype, implementation
+                config,
+                q,
+                k,
+                v,
+                k_pages,
+                v_pages,
+                page_table,
+                lengths,
+                chunk_lengths,
+                index * pages_per_layer,
+                window,
+                dtype,
+                implementation,
             )
             return _layer(config, w, x, cos[kind], sin[kind], attend, moe)
 

@@ -91,7 +91,9 @@ class Experts:
 
     def __call__(self, x, sizes):  # x [R, D], sizes i32[E] -> f32[R, N]
         dtype = jnp.dtype(self.dtype)
-        weight = _upcast(self.weight).astype(dtype) if self.scale is None else _scaled(_upcast(self.weight), self.scale).astype(dtype)
+        weight = (
+            _upcast(self.weight).astype(dtype) if self.scale is None else _scaled(_upcast(self.weight), self.scale).astype(dtype)
+        )
         precision = "highest" if dtype == jnp.float32 else None
         return lax.ragged_dot(
             x.astype(dtype), jnp.swapaxes(weight, 1, 2), sizes, precision=precision, preferred_element_type=jnp.float32

@@ -1,15 +1,15 @@
 """From a source of named weights to the params tree a step reads: products fused, layers stacked, forms chosen.
 
-    params = {
-      "embed": Linear [V, D]            also the head when the embeddings are tied
-      "head": Linear [V, D]             only when they are not
-      "final_norm": f32[D]
-      "layers": one dict per segment (a run of layers with one body), every array with a leading axis over its layers:
-        "qkv": Linear [N*H + 2*K*H, D]  "o": Linear [D, N*H]
-        "gate_up": Linear [2*F, D]      "down": Linear [D, F]
-        "router": Linear [E, D]         "experts_gate_up": Experts [E, 2*F, D]   "experts_down": Experts [E, D, F]
-        "attn_norm", "q_norm", ...: f32[..]
-    }
+params = {
+  "embed": Linear [V, D]            also the head when the embeddings are tied
+  "head": Linear [V, D]             only when they are not
+  "final_norm": f32[D]
+  "layers": one dict per segment (a run of layers with one body), every array with a leading axis over its layers:
+    "qkv": Linear [N*H + 2*K*H, D]  "o": Linear [D, N*H]
+    "gate_up": Linear [2*F, D]      "down": Linear [D, F]
+    "router": Linear [E, D]         "experts_gate_up": Experts [E, 2*F, D]   "experts_down": Experts [E, D, F]
+    "attn_norm", "q_norm", ...: f32[..]
+}
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def build_params(source: WeightSource, storage: Storage, report=lambda done: Non
     params = {"embed": top("embed"), "final_norm": _vector(source, "final_norm", (None,))[0]}
     if not config.tie_embeddings:
         params["head"] = top("head")
-    params["layers"] = tuple(
-        _segment(source, shapes, tuple(range(first, stop)), storage) for _, first, stop in config.segments()
-    )
+    params["layers"] = tuple(_segment(source, shapes, tuple(range(first, stop)), storage) for _, first, stop in config.segments())
     return params
 
 
@@ -194,7 +192,9 @@ def _fill(source, part, layer, shape, buffers, offset, storage, groups):
         chunk = source.read_rows(part, layer, start, stop)
         forms = _convert(jnp.asarray(chunk), storage.weights, groups, "wide" in buffers)
         for key, form in forms.items():
-            target = buffers[key][:, offset : offset + shape[-2]] if len(shape) == 3 else buffers[key][offset + start : offset + stop]
+            target = (
+                buffers[key][:, offset : offset + shape[-2]] if len(shape) == 3 else buffers[key][offset + start : offset + stop]
+            )
             target[...] = np.asarray(form).view(target.dtype)  # bits as they are, where uint16 holds bf16
 
 

@@ -112,8 +112,8 @@ class FakeTokenizer:
     def is_special(self, token: int) -> bool:
         return token in self._special
 
-    def stream(self) -> DecodeStream:
-        return DecodeStream(self)
+    def stream(self, prompt_ids=()) -> DecodeStream:
+        return DecodeStream(self, [int(i) for i in prompt_ids])
 
     def decode(self, ids) -> str:
         return decode(self, [int(i) for i in ids])

@@ -40,9 +40,7 @@ def call(backend, name, own, *args):
 
 
 def tree_equal(a, b):
-    return all(
-        x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 def filled(*tokens):
@@ -77,9 +75,7 @@ def test_append_takes_the_lowest_pages_in_slot_order(backend):
 
 
 @on_each_backend
-@pytest.mark.parametrize(
-    ("length", "more", "want"), [(3, 1, 1), (4, 1, 2), (4, 0, 1), (5, 3, 2), (0, 16, 4), (15, 1, 4)]
-)
+@pytest.mark.parametrize(("length", "more", "want"), [(3, 1, 1), (4, 1, 2), (4, 0, 1), (5, 3, 2), (0, 16, 4), (15, 1, 4)])
 def test_pages_at_the_boundaries_of_a_page(backend, length, more, want):
     own, _, shortfall = call(backend, "append", filled(length, 1), [more, 0, 0, 0])
     assert shortfall == 0
@@ -414,9 +410,7 @@ _OPERATIONS = st.one_of(
 )
 
 
-@hypothesis.settings(
-    max_examples=150, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
+@hypothesis.settings(max_examples=150, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(st.lists(_OPERATIONS, min_size=1, max_size=15))
 def test_any_sequence_gives_the_same_on_numpy_and_on_jax(operations):
     """Up to 16 tokens in each of 4 slots over 11 pages: shortfalls, forks of forks and copies all happen."""

@@ -71,9 +71,7 @@ class OwnershipMachine(RuleBasedStateMachine):
     def take(self, verb, tokens):
         """Runs reserve or append; returns whether it worked, with the copies made in the pool."""
         tokens = [min(more, M * P - length) for more, length in zip(tokens, self.lengths(), strict=True)]
-        table, lengths, refcounts = (
-            array.copy() for array in (self.own.page_table, self.own.lengths, self.own.refcounts)
-        )
+        table, lengths, refcounts = (array.copy() for array in (self.own.page_table, self.own.lengths, self.own.refcounts))
         own, copies, shortfall = verb(self.own, tokens)
         want_copies, want_shortfall = self.naive.reserve(self.lengths(), tokens)
         assert shortfall == want_shortfall
