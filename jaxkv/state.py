@@ -127,7 +127,8 @@ def init_state(
         key=jax.random.key(seed),
         static=Static(config, model.storage.platform, model.storage.dtype, implementation),
         tokenizer=model.tokenizer,
-        eos_token_ids=model.eos_token_ids,
+        # Configs name stop tokens that their vocabulary lacks; what cannot be emitted stops nothing.
+        eos_token_ids=tuple(i for i in model.eos_token_ids if i < config.vocab_size),
     )
 
 

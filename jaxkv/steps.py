@@ -23,6 +23,7 @@ from jaxkv.kv import pages
 from jaxkv.kv.pages import Ownership
 from jaxkv.kv.store import copy_pages, write_tokens
 from jaxkv.model.decoder import forward, logits
+from jaxkv.model.linear import EXACT_ROWS
 from jaxkv.sample_step import Sampled, SamplingArrays, sample
 from jaxkv.state import Static
 
@@ -107,7 +108,7 @@ def prefill_step(params, pools: Pools, page_table, lengths, rows, tokens, counts
     pools = dataclasses.replace(pools, history=history)
     if not all_logits:
         x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], 1)[:, 0]
-    return pools, logits(static.model, params, x)
+    return pools, logits(static.model, params, x, static.dtype)
 
 
 def decode_steps(params, loop: Loop, options: SamplingArrays, halt, num_steps, *, static: Static, looped: bool):
@@ -163,8 +164,10 @@ def score_step(params, tokens, counts, *, static: Static):
     config = static.model
     nothing = jnp.zeros((config.num_layers, config.num_kv_heads, 1, config.head_dim), jnp.float32)
     table = jnp.zeros((tokens.shape[0], 1), jnp.int32)
-    x, _, _ = forward(config, params, nothing, nothing, table, jnp.zeros_like(counts), tokens, counts, dtype=static.dtype)
-    return logits(config, params, x)
+    x, _, _ = forward(
+        config, params, nothing, nothing, table, jnp.zeros_like(counts), tokens, counts, dtype=_operands(tokens, static)
+    )
+    return logits(config, params, x, _operands(tokens, static))
 
 
 def _decode_one(params, loop: Loop, options: SamplingArrays, static: Static):
@@ -176,7 +179,7 @@ def _decode_one(params, loop: Loop, options: SamplingArrays, static: Static):
     counts = live.astype(jnp.int32)
     x, pools = _forward(params, loop.pools, own.page_table, before, loop.token[:, None], counts, static)
     loop = dataclasses.replace(loop, pools=pools, own=own, shortfall=loop.shortfall + shortfall, done=loop.done | (shortfall > 0))
-    return _emit(loop, logits(static.model, params, x[:, 0]), live, options)
+    return _emit(loop, logits(static.model, params, x[:, 0], static.dtype), live, options)
 
 
 def _emit(loop: Loop, row_logits, live, options: SamplingArrays):
@@ -197,11 +200,18 @@ def _emit(loop: Loop, row_logits, live, options: SamplingArrays):
     return loop, Emitted(sampled, valid, done)
 
 
+def _operands(tokens, static: Static) -> str:
+    """The dtype of large products' operands. A short prompt on CPU is read in f32: that costs it little, and a first token that
+    hangs on a hair falls as it does with float32 weights (docs/performance.md)."""
+    short = static.platform == "cpu" and tokens.shape[1] > 1 and tokens.size <= EXACT_ROWS
+    return "float32" if short else static.dtype
+
+
 def _forward(params, pools: Pools, page_table, lengths, tokens, counts, static: Static):
     """Runs the decoder and writes the new keys and values; returns (hidden, pools)."""
     x, k, v = forward(
         static.model, params, pools.k_pages, pools.v_pages, page_table, lengths, tokens, counts,
-        dtype=static.dtype, implementation=static.implementation,
+        dtype=_operands(tokens, static), implementation=static.implementation,
     )  # fmt: skip
     write = lambda a, new: write_tokens(a, new, page_table, lengths, counts)
     return x, Pools(write(pools.k_pages, k), write(pools.v_pages, v), pools.history)

@@ -21,7 +21,7 @@ class Terminal:
     the cursor stands behind text that must stay: the line is then drawn below it.
     """
 
-    def __init__(self, stream=None):
+    def __init__(self, stream=None) -> None:
         self.midline = False
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()

@@ -7,8 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine import ATOL, MOE, B, FakeTokenizer, S, V, assert_all_pages_return, greedy, log_softmax, make_model, new_state
-from engine import oracle, prompt, tiny_config
+from engine import (
+    ATOL,
+    MOE,
+    B,
+    FakeTokenizer,
+    S,
+    V,
+    assert_all_pages_return,
+    greedy,
+    log_softmax,
+    make_model,
+    new_state,
+    oracle,
+    prompt,
+    tiny_config,
+)
 
 import jaxkv
 from jaxkv import Sampling
@@ -123,20 +137,11 @@ def test_ragged_lists_and_an_array_with_lengths_are_the_same(model):
 # Positions past 32,767
 
 
-def far_model(window):
+def far_model(window, num_layers):
     """Rope frequencies are powers of two, so that an angle at position 40,000 is exact in float32."""
-    ropes = (RopeConfig(theta=2.0**16),)
-    return make_model(
-        tiny_config(
-            model_dim=32,
-            head_dim=8,
-            num_q_heads=2,
-            num_kv_heads=1,
-            max_positions=65536,
-            layer_windows=(window, window),
-            ropes=ropes,
-        )
-    )
+    layers = dict(num_layers=num_layers, layer_windows=(window,) * num_layers, layer_ropes=(0,) * num_layers)
+    heads = dict(head_dim=8, num_q_heads=num_layers, num_kv_heads=1, ropes=(RopeConfig(theta=2.0**16),))
+    return make_model(tiny_config(model_dim=32, max_positions=65536, **layers, **heads))
 
 
 def state_at(model, position, num_tokens):
@@ -149,7 +154,7 @@ def state_at(model, position, num_tokens):
 
 def test_positions_past_int16_are_right():
     """Windows of 16 in two layers: what comes 31 tokens after position 39,950 has forgotten all before, and rope is relative."""
-    model = far_model(window=16)
+    model = far_model(window=16, num_layers=2)
     text = prompt(48)
     state, logits = jaxkv.prefill(state_at(model, 39_950, 40_100), [text], all_logits=True)
     expected = oracle(model, text)
@@ -165,7 +170,7 @@ def test_positions_past_int16_are_right():
 
 @pytest.mark.slow
 def test_a_history_past_int16_equals_a_pass_without_cache():
-    model = far_model(window=0)
+    model = far_model(window=0, num_layers=1)
     text = np.random.default_rng(0).integers(0, V, (1, 33_000))
     expected = np.asarray(jaxkv.score(model, text)[0, -1])
     state, _ = jaxkv.generate(jaxkv.init_state(model, 1, 33_100, page_size=64), text[:, :-3], max_new_tokens=0)
@@ -241,7 +246,7 @@ def test_stop_token_ids_end_a_row_and_stay_in_it(model, long_text):
 
 def test_the_models_own_stop_tokens_and_ignore_eos(model, long_text):
     text, expected = long_text
-    stopping = make_model(eos=(expected[0],))
+    stopping = make_model(eos=(expected[0], V + 31870))  # configs name stop tokens that the vocabulary lacks
     _, output = jaxkv.generate(new_state(stopping), [text, text], max_new_tokens=3, sampling=Sampling(ignore_eos=[False, True]))
     assert tokens_of(output) == [expected[:1], expected[:3]]
     assert output.finish_reasons == ["stop", "length"]

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from engine import ATOL, B, C, P, S, V, WINDOW, assert_all_pages_return, greedy, make_model, new_state, oracle, prompt, tiny_config
+from engine import ATOL, WINDOW, B, C, P, S, V, assert_all_pages_return, greedy, new_state, oracle, prompt
 
 import jaxkv
 from jaxkv import Sampling, StaleStateError

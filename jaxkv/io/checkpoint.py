@@ -30,7 +30,7 @@ from jaxkv.io.json_file import read_object
 from jaxkv.model.linear import Experts, Linear
 from jaxkv.model.params import Storage, adopt, aligned_empty, check_params
 
-FORMAT = 2
+FORMAT = 3
 _DESCRIPTION = "jaxkv.json"
 _PART_BYTES = 64 << 20  # a load's peak is the weights and a part; glibc gives blocks over 32 MiB back when they are freed
 
@@ -186,7 +186,7 @@ def _tree(nested: dict, storage: Storage):
             return arrays
         if name.startswith("experts"):
             return Experts(**arrays, dtype=storage.expert_dtype)
-        return Linear(**arrays, dtype="float32" if name == "router" else storage.dtype, platform=storage.platform)
+        return Linear(**arrays, platform=storage.platform)
 
     tree = build("", nested)
     layers = tree.get("layers", {})

@@ -57,7 +57,7 @@ def forward(
                 dtype,
                 implementation,
             )
-            return _layer(config, w, x, cos[kind], sin[kind], attend, moe)
+            return _layer(config, w, x, cos[kind], sin[kind], attend, moe, dtype)
 
         return body
 
@@ -76,32 +76,32 @@ def forward(
     return x, jnp.concatenate(keys), jnp.concatenate(values)
 
 
-def logits(config: ModelConfig, params, hidden):
+def logits(config: ModelConfig, params, hidden, dtype: str = "float32"):
     """f32[.., V] from hidden f32[.., D]."""
     with jax.named_scope("head"):
         x = rms_norm(hidden, params["final_norm"], config.norm_eps)
-        y = params.get("head", params["embed"])(x)
+        y = params.get("head", params["embed"])(x, dtype)
         return y if config.final_soft_cap is None else config.final_soft_cap * jnp.tanh(y / config.final_soft_cap)
 
 
-def _layer(config, w, x, cos, sin, attend, moe):
+def _layer(config, w, x, cos, sin, attend, moe, dtype):
     before = config.norm_placement in ("pre", "both")
     after = config.norm_placement in ("post", "both")
     norm = lambda name, y: rms_norm(y, w[name], config.norm_eps)
     with jax.named_scope("attention"):
-        q, k, v = _qkv(config, w, norm("attn_norm", x) if before else x, cos, sin)
-        o = w["o"](attend(q, k, v).reshape(*x.shape[:-1], -1))
+        q, k, v = _qkv(config, w, norm("attn_norm", x) if before else x, cos, sin, dtype)
+        o = w["o"](attend(q, k, v).reshape(*x.shape[:-1], -1), dtype)
         x = x + (norm("post_attn_norm", o) if after else o)
     with jax.named_scope("mlp"):
-        h = (mixture if moe else mlp)(config, w, norm("mlp_norm", x) if before else x)
+        h = (mixture if moe else mlp)(config, w, norm("mlp_norm", x) if before else x, dtype)
         x = x + (norm("post_mlp_norm", h) if after else h)
     return x, (k, v)
 
 
-def _qkv(config, w, x, cos, sin):  # x [B, T, D] -> q [B, T, K, G, H], k and v [B, T, K, H]
+def _qkv(config, w, x, cos, sin, dtype):  # x [B, T, D] -> q [B, T, K, G, H], k and v [B, T, K, H]
     B, T, _ = x.shape
     N, K, H = config.num_q_heads, config.num_kv_heads, config.head_dim
-    q, k, v = jnp.split(w["qkv"](x), (N * H, (N + K) * H), -1)
+    q, k, v = jnp.split(w["qkv"](x, dtype), (N * H, (N + K) * H), -1)
     if config.qk_norm == "projection":
         q, k = rms_norm(q, w["q_norm"], config.norm_eps), rms_norm(k, w["k_norm"], config.norm_eps)
     q, k = q.reshape(B, T, N, H), k.reshape(B, T, K, H)

@@ -79,17 +79,18 @@ def rotate(x, cos, sin):  # x [B, T, heads, H], cos and sin [B, T, 1, R/2]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-def mlp(config: ModelConfig, w, x):
+def mlp(config: ModelConfig, w, x, dtype: str):
     """down(act(gate x) * up x); `w.gate_up` holds both halves in one product."""
-    gate, up = jnp.split(w["gate_up"](x), 2, -1)
-    return w["down"](_ACTIVATIONS[config.activation](gate) * up)
+    gate, up = jnp.split(w["gate_up"](x, dtype), 2, -1)
+    return w["down"](_ACTIVATIONS[config.activation](gate) * up, dtype)
 
 
-def mixture(config: ModelConfig, w, x):
+def mixture(config: ModelConfig, w, x, dtype: str):
     """The chosen experts' MLPs, weighted: rows are sorted by expert so that each multiplies one ragged group."""
+    del dtype  # Experts know theirs
     rows = x.reshape(-1, x.shape[-1])
     k, E = config.experts_per_token, config.num_experts
-    chances = jax.nn.softmax(w["router"](rows), -1)
+    chances = jax.nn.softmax(w["router"](rows, "float32"), -1)
     weights, experts = jax.lax.top_k(chances, k)  # [R, k]
     if config.normalize_router:
         weights = weights / jnp.sum(weights, -1, keepdims=True)

@@ -1,15 +1,17 @@
 """A weight and its product with activations: the one place that knows in which forms a device multiplies fast.
 
-A weight is stored `[out, in]` as f32, bf16 or int8 with f32 scales. What a product does with it depends on the backend and on
-how many rows of activations there are; the figures behind each choice are in docs/performance.md:
+A weight is stored `[out, in]`. What a product does with it depends on the backend and on how many rows of activations there
+are; the figures behind each choice are in docs/performance.md:
 
   CPU, one row        a dot over the upcast weight, which XLA:CPU fuses into one pass over the stored bytes
   CPU, 2..15 rows     one variadic reduce: one pass over the weight serves all of them
-  CPU, 16 rows and up a bf16 dot (AMX where the CPU has it), block by block; int8 weights keep a bf16 copy, `wide`, for it
+  CPU, 16 rows and up a bf16 dot (AMX where the CPU has it), block by block, over a second form of the weight, `wide`;
+                      in f32 where that was asked for
   elsewhere           a dot in the compute dtype
 
-On CPU, bf16 arrays are kept as their bits in uint16: XLA:CPU would otherwise convert a whole stack of layers, or a whole table,
-to f32 at every step.
+`weights="bfloat16"` means 16 bits. On CPU the form for few rows is float16: the same bytes at the same speed, and three more
+significant bits, which is what keeps greedy tokens equal to float32 weights. bf16 is what AMX multiplies. bf16 arrays are kept as
+their bits in uint16: XLA:CPU would otherwise convert a whole stack of layers, or a whole table, to f32 at every step.
 """
 
 from __future__ import annotations
@@ -25,16 +27,14 @@ from jax import lax
 WEIGHT_KINDS = ("float32", "bfloat16", "int8")
 # From this many rows on XLA:CPU's bf16 dot beats the variadic reduce, whose accumulators must fit the vector registers.
 _MANY_ROWS = 16
+# Up to this many rows, exact products (f32 operands) are still reduces, 16 rows a pass, and hardly slower than bf16 ones.
+EXACT_ROWS = 32
 # Rows of a weight that one dot multiplies; from 2,048 to 8,192 it made no difference (head of 262,144 rows, 16 to 256 rows of x:
 # 2.0 to 2.7 times faster than one dot).
 _BLOCK_ROWS = 4096
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["weight", "scale", "wide", "bias"],
-    meta_fields=["dtype", "platform"],
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["weight", "scale", "wide", "bias"], meta_fields=["platform"])
 @dataclasses.dataclass(frozen=True)
 class Linear:
     """y = x @ weight.T + bias, over any leading axes of x; also a table of rows (`take`).
@@ -42,42 +42,38 @@ class Linear:
     A stack of layers has a leading L axis on every array; `lax.scan` peels it off.
     """
 
-    weight: jax.Array  # [.., N, D] f32, bf16 (on CPU its bits in uint16) or int8
+    weight: jax.Array  # [.., N, D] f32, 16-bit (CPU: f16, elsewhere bf16) or int8
     scale: jax.Array | None = None  # f32[.., N, groups], int8 only: D/groups columns share one
-    wide: jax.Array | None = None  # bf16 bits [.., N, D], int8 on CPU only: what many rows multiply
+    wide: jax.Array | None = None  # bf16 bits [.., N, D], CPU only: what many rows multiply in bf16
     bias: jax.Array | None = None  # f32[.., N]
-    dtype: str = "float32"  # of the operands of products over many rows
     platform: str = "cpu"
 
-    def __call__(self, x):  # x [.., D] -> f32[.., N]
+    def __call__(self, x, dtype: str):  # x [.., D] -> f32[.., N]; dtype of the operands where there are many rows
         rows = x.reshape(-1, x.shape[-1])
-        y = self._cpu(rows) if self.platform == "cpu" else self._dot(rows)
+        y = self._cpu(rows, dtype) if self.platform == "cpu" else self._dot(rows, dtype)
         if self.bias is not None:
             y = y + self.bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def take(self, ids):  # i32[..] -> f32[.., D]
         """Rows of the table: an embedding."""
-        rows = _upcast(self.weight.at[ids].get(mode="clip"))
+        rows = self.weight.at[ids].get(mode="clip").astype(jnp.float32)
         return rows if self.scale is None else _scaled(rows, self.scale.at[ids].get(mode="clip"))
 
-    def _cpu(self, x):
-        if x.shape[0] >= _MANY_ROWS and self.weight.dtype != jnp.float32:
-            wide = self.weight if self.wide is None else self.wide
-            return _in_blocks(lambda x, w: _matmul(x, _from_bits(w)), x.astype(jnp.bfloat16), wide)
-        if x.shape[0] >= _MANY_ROWS:
-            return _in_blocks(_matmul, x.astype(jnp.float32), self.weight)
-        return _few_rows(_materialised(x.astype(jnp.float32)), self._upcast())
+    def _cpu(self, x, dtype):
+        R = x.shape[0]
+        if R >= _MANY_ROWS and dtype != "float32" and self.wide is not None:
+            bf16 = lambda x, w: _matmul(x, lax.bitcast_convert_type(w, jnp.bfloat16))
+            return _in_blocks(bf16, x.astype(jnp.bfloat16), self.wide)
+        x = x.astype(jnp.float32)
+        if R < _MANY_ROWS or (R <= EXACT_ROWS and self.weight.dtype != jnp.float32):
+            return _few_rows(_materialised(x), _upcast((self.weight, self.scale)))
+        return _in_blocks(lambda x, w: _matmul(x, _upcast(w)), x, (self.weight, self.scale))
 
-    def _dot(self, x):
-        weight = self.weight if self.scale is None else self._upcast()
+    def _dot(self, x, dtype):
         # A TPU rounds f32 operands to bf16 unless told otherwise.
-        precision = "highest" if self.dtype == "float32" else None
-        return _matmul(x.astype(self.dtype), weight.astype(self.dtype), precision)
-
-    def _upcast(self):  # f32[N, D], fused into whatever consumes it
-        weight = _upcast(self.weight)
-        return weight if self.scale is None else _scaled(weight, self.scale)
+        precision = "highest" if dtype == "float32" else None
+        return _matmul(x.astype(dtype), _upcast((self.weight, self.scale)).astype(dtype), precision)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "scale"], meta_fields=["dtype"])
@@ -85,19 +81,14 @@ class Linear:
 class Experts:
     """One weight per expert, multiplied group by group: rows of x sorted by expert, `sizes` rows each."""
 
-    weight: jax.Array  # [.., E, N, D] f32, bf16 or int8
+    weight: jax.Array  # [.., E, N, D] f32, 16-bit or int8
     scale: jax.Array | None = None  # f32[.., E, N, groups], int8 only
     dtype: str = "float32"
 
     def __call__(self, x, sizes):  # x [R, D], sizes i32[E] -> f32[R, N]
-        dtype = jnp.dtype(self.dtype)
-        weight = (
-            _upcast(self.weight).astype(dtype) if self.scale is None else _scaled(_upcast(self.weight), self.scale).astype(dtype)
-        )
-        precision = "highest" if dtype == jnp.float32 else None
-        return lax.ragged_dot(
-            x.astype(dtype), jnp.swapaxes(weight, 1, 2), sizes, precision=precision, preferred_element_type=jnp.float32
-        )
+        precision = "highest" if self.dtype == "float32" else None
+        weight = jnp.swapaxes(_upcast((self.weight, self.scale)).astype(self.dtype), 1, 2)
+        return lax.ragged_dot(x.astype(self.dtype), weight, sizes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def stored_dtype(dtype: str, platform: str) -> np.dtype:
@@ -105,15 +96,16 @@ def stored_dtype(dtype: str, platform: str) -> np.dtype:
     return np.dtype(jnp.uint16) if (dtype, platform) == ("bfloat16", "cpu") else jnp.dtype(dtype)
 
 
-def _from_bits(a):
-    return lax.bitcast_convert_type(a, jnp.bfloat16) if a.dtype == jnp.uint16 else a
+def weight_dtype(weights: str, platform: str) -> np.dtype:
+    """The dtype of `Linear.weight` for a kind of weights on a backend."""
+    return np.dtype(np.float16) if (weights, platform) == ("bfloat16", "cpu") else jnp.dtype(weights)
 
 
-def _upcast(a):
-    """f32 from f32, bf16 (also as bits) or int8, in a form XLA:CPU fuses into the consumer."""
-    if a.dtype == jnp.uint16:
-        return lax.bitcast_convert_type(a.astype(jnp.uint32) << 16, jnp.float32)
-    return a.astype(jnp.float32)
+def _upcast(weight_and_scale):
+    """f32 weights, in a form XLA fuses into the consumer."""
+    weight, scale = weight_and_scale
+    weight = weight.astype(jnp.float32)
+    return weight if scale is None else _scaled(weight, scale)
 
 
 def _scaled(rows, scale):  # f32[.., D], f32[.., groups] -> f32[.., D]
@@ -130,13 +122,15 @@ def _in_blocks(product, x, weight):
 
     XLA:CPU repacks the whole right-hand side of a dot before it multiplies; a block is still in cache when it is read again.
     """
-    N = weight.shape[0]
+    N = jax.tree.leaves(weight)[0].shape[0]
     if N < 2 * _BLOCK_ROWS:
         return product(x, weight)
     whole = N // _BLOCK_ROWS
-    block = lambda i: product(x, lax.dynamic_slice_in_dim(weight, i * _BLOCK_ROWS, _BLOCK_ROWS, 0))
-    y = jnp.moveaxis(lax.map(block, jnp.arange(whole)), 0, 1).reshape(x.shape[0], -1)
-    return y if N % _BLOCK_ROWS == 0 else jnp.concatenate([y, product(x, weight[whole * _BLOCK_ROWS :])], 1)
+    rows = lambda start, size: jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size, 0), weight)
+    y = lax.map(lambda i: product(x, rows(i * _BLOCK_ROWS, _BLOCK_ROWS)), jnp.arange(whole))
+    y = jnp.moveaxis(y, 0, 1).reshape(x.shape[0], -1)
+    rest = N % _BLOCK_ROWS
+    return jnp.concatenate([y, product(x, rows(N - rest, rest))], 1) if rest else y
 
 
 def _materialised(x):
@@ -151,6 +145,9 @@ def _materialised(x):
 def _few_rows(x, weight):  # f32[R, D], f32[N, D] -> f32[R, N]
     if x.shape[0] == 1:
         return x @ weight.T  # in this form XLA:CPU fuses the upcast; as a dot_general it writes the whole upcast weight out
-    products = tuple(weight * row for row in x)
-    zeros = (jnp.float32(0),) * len(products)
-    return jnp.stack(lax.reduce(products, zeros, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,)))
+    out: list[jax.Array] = []
+    for start in range(0, x.shape[0], _MANY_ROWS):
+        products = tuple(weight * row for row in x[start : start + _MANY_ROWS])
+        zeros = (jnp.float32(0),) * len(products)
+        out += lax.reduce(products, zeros, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,))
+    return jnp.stack(out)

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxkv.config import ModelConfig
 from jaxkv.io.source import WeightSource, expected_shapes
-from jaxkv.model.linear import WEIGHT_KINDS, Experts, Linear, stored_dtype
+from jaxkv.model.linear import WEIGHT_KINDS, Experts, Linear, stored_dtype, weight_dtype
 
 # What a product fuses: the parts of a group share their input and are stacked on the output axis.
 GROUPS = {
@@ -60,6 +60,11 @@ class Storage:
             raise ValueError(f"weights={self.weights!r} is not one of {', '.join(WEIGHT_KINDS)}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype={self.dtype!r} is not one of float32, bfloat16, float16")
+
+    @property
+    def has_wide(self) -> bool:
+        """Whether products over many rows have a bf16 form of the weight of their own."""
+        return self.platform == "cpu" and self.weights != "float32" and self.dtype != "float32"
 
     @property
     def name(self) -> str:
@@ -111,7 +116,7 @@ def check_params(params, config: ModelConfig, storage: Storage, where: str) -> N
                 check(name, tree[name], (*lead, *shape), "float32")
             elif name == GROUPS[group][0]:
                 rows = sum(shapes[part, layer][-2] for part in GROUPS[group])
-                kind = "float32" if group == "router" else str(stored_dtype(storage.weights, storage.platform))
+                kind = "float32" if group == "router" else str(weight_dtype(storage.weights, storage.platform))
                 check(group, tree[group].weight, (*lead, *shape[:-2], rows, shape[-1]), kind)
 
     visit(params, (), None)
@@ -167,12 +172,12 @@ def _stored(source, parts, layers, storage, *, bias, stacked=True, wide=True):
     lead, (rows, columns) = per_part[0][:-2], (sum(s[-2] for s in per_part), per_part[0][-1])
     groups = 1 if columns % INT8_GROUP else columns // INT8_GROUP
     shape = (len(layers), *lead, rows, columns)
-    bf16 = stored_dtype("bfloat16", storage.platform)
-    buffers = {"weight": aligned_empty(shape, bf16 if storage.weights == "bfloat16" else np.dtype(storage.weights))}
+    dtype = weight_dtype(storage.weights, storage.platform)
+    buffers = {"weight": aligned_empty(shape, dtype)}
     if storage.weights == "int8":
         buffers["scale"] = aligned_empty((*shape[:-1], groups), np.float32)
-        if wide and storage.platform == "cpu":
-            buffers["wide"] = aligned_empty(shape, bf16)
+    if wide and storage.has_wide:
+        buffers["wide"] = aligned_empty(shape, stored_dtype("bfloat16", "cpu"))
     for i, layer in enumerate(layers):
         offset = 0
         for part, part_shape in zip(parts, per_part, strict=True):
@@ -182,7 +187,7 @@ def _stored(source, parts, layers, storage, *, bias, stacked=True, wide=True):
     for key in list(buffers):
         buffer = buffers.pop(key)
         arrays[key] = adopt(buffer if stacked else buffer[0])
-    return Linear(**arrays, bias=bias, dtype=storage.dtype, platform=storage.platform)
+    return Linear(**arrays, bias=bias, platform=storage.platform)
 
 
 def _fill(source, part, layer, shape, buffers, offset, storage, groups):
@@ -190,7 +195,9 @@ def _fill(source, part, layer, shape, buffers, offset, storage, groups):
     for start in range(0, shape[0], step):
         stop = min(start + step, shape[0])
         chunk = source.read_rows(part, layer, start, stop)
-        forms = _convert(jnp.asarray(chunk), storage.weights, groups, "wide" in buffers)
+        forms = _convert(jnp.asarray(chunk), str(buffers["weight"].dtype), groups, "wide" in buffers)
+        if not bool(forms.pop("fits")):
+            raise ValueError(f"weight {part!r} of layer {layer} holds values past float16's 65504: load it with weights='float32'")
         for key, form in forms.items():
             target = (
                 buffers[key][:, offset : offset + shape[-2]] if len(shape) == 3 else buffers[key][offset + start : offset + stop]
@@ -198,22 +205,23 @@ def _fill(source, part, layer, shape, buffers, offset, storage, groups):
             target[...] = np.asarray(form).view(target.dtype)  # bits as they are, where uint16 holds bf16
 
 
-def _convert(x, weights: str, groups: int, wide: bool):
+def _convert(x, dtype: str, groups: int, wide: bool):
     with jax.default_device(jax.devices("cpu")[0]):
-        return _CONVERT(x, weights, groups, wide)
+        return _CONVERT(x, dtype, groups, wide)
 
 
-def _forms(x, weights, groups, wide):  # [.., N, D] -> the arrays of one Linear
-    if weights != "int8":
-        return {"weight": x.astype(weights)}
+def _forms(x, dtype, groups, wide):  # [.., N, D] -> the arrays of one Linear
     x = x.astype(jnp.float32)
-    grouped = x.reshape(*x.shape[:-1], groups, -1)
-    scale = jnp.max(jnp.abs(grouped), -1) / 127
-    q = jnp.rint(grouped / jnp.where(scale > 0, scale, 1)[..., None])  # half to even; |q| <= 127 by the choice of scale
-    forms = {"weight": q.astype(jnp.int8).reshape(x.shape), "scale": scale}
+    if dtype != "int8":
+        forms, value = {"weight": x.astype(dtype)}, x
+    else:
+        grouped = x.reshape(*x.shape[:-1], groups, -1)
+        scale = jnp.max(jnp.abs(grouped), -1) / 127
+        q = jnp.rint(grouped / jnp.where(scale > 0, scale, 1)[..., None])  # half to even; |q| <= 127 by the choice of scale
+        forms, value = {"weight": q.astype(jnp.int8).reshape(x.shape), "scale": scale}, (q * scale[..., None]).reshape(x.shape)
     if wide:
-        forms["wide"] = (q * scale[..., None]).astype(jnp.bfloat16).reshape(x.shape)
-    return forms
+        forms["wide"] = value.astype(jnp.bfloat16)
+    return {**forms, "fits": jnp.all(jnp.abs(x) <= 65504) if dtype == "float16" else jnp.bool_(True)}
 
 
 _CONVERT = jax.jit(_forms, static_argnums=(1, 2, 3))
