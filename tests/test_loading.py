@@ -155,13 +155,8 @@ DAMAGES = {
     "another vocabulary": edit(config={"vocab_size": V + 1}),
     "experts there are none of": edit(config=MOE | {"moe_layers": [True, True]}),
 }
-# `_restore` in jaxkv/io/checkpoint.py does not look whether Orbax found metadata: AttributeError.
-KNOWN = pytest.mark.xfail(raises=AttributeError, strict=True)
-UNREAD = ("empty params", "no metadata", "metadata of junk")
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore::ResourceWarning")
-@pytest.mark.parametrize("damage", [pytest.param(name, marks=KNOWN) if name in UNREAD else name for name in DAMAGES])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused(saved, tmp_path, damage):
     folder = tmp_path / "damaged"
     shutil.copytree(saved, folder)
@@ -204,10 +199,11 @@ def relative_error(got, expected):
     return (error / np.linalg.norm(expected, axis=-1)).max()
 
 
-# What rounding does to a product of N(0, 1) vectors, as a share of its norm. bf16: 8 bits, an error of at most 2**-9 of each weight,
-# 0.0017 on average over a binade's mantissas; rows of activations are rounded too where there are many. int8: steps of the
-# largest of 32 weights (2 sigma) / 127, errors of step / sqrt(12): 0.005. Measured: 1.5e-7, 1.7e-3 (2.6e-3 from 16 rows on), 6.0e-3.
-PRODUCT_BOUNDS = {"float32": 1e-6, "bfloat16": 4e-3, "int8": 8e-3}
+# What rounding does to a product of N(0, 1) vectors, as a share of its norm. 16 bits on CPU: float16's 11 for few rows and for exact
+# products, 2**-12 at most of each weight; bf16's 8 for both operands of large ones (2.6e-3). int8: steps of the largest of 32
+# weights (2 sigma) / 127, errors of step / sqrt(12): 0.005 (6.0e-3 with bf16 operands).
+def product_bound(weights, exact):
+    return {"float32": 1e-6, "bfloat16": 3e-4 if exact else 4e-3, "int8": 8e-3}[weights]
 
 
 @pytest.fixture(scope="module")
@@ -225,15 +221,17 @@ def tables():
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 15, 16, 33])
 @pytest.mark.parametrize("weights", WEIGHT_KINDS)
-def test_products_stay_near_float64_for_any_number_of_rows(tables, weights, rows):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_stay_near_float64_for_any_number_of_rows(tables, weights, rows, dtype):
     linear, exact = tables(weights), np.asarray(tables("float32").weight, np.float64)
     x = np.random.default_rng(rows).standard_normal((rows, exact.shape[1]), np.float32)
     options = {"xla_cpu_prefer_vector_width": 512, "xla_cpu_enable_fast_math": True}  # as in jaxkv.steps
-    y = jax.jit(lambda linear, x: linear(x), compiler_options=options)(linear, x)
+    y = jax.jit(lambda linear, x: linear(x, dtype), compiler_options=options)(linear, x)
+    bound = product_bound(weights, exact=dtype == "float32" or rows < 16)
     assert y.shape == (rows, exact.shape[0]) and y.dtype == jnp.float32
-    assert relative_error(y, x @ exact.T) < PRODUCT_BOUNDS[weights]
+    assert relative_error(y, x @ exact.T) < bound
     ids = [0, 9000, 3, 4096]
-    assert relative_error(linear.take(jnp.array(ids)), exact[ids]) < PRODUCT_BOUNDS[weights]
+    assert relative_error(linear.take(jnp.array(ids)), exact[ids]) < product_bound(weights, exact=True)
 
 
 # Through two layers the errors of some ten products and of attention add up like random ones; measured at most 1.7e-2 and 3.4e-2.
@@ -248,7 +246,6 @@ def test_logits_stay_near_float32(model, weights, bound):
     for at in range(30, 34):  # and of few
         state, logits = jaxkv.decode(state, [text[at]], rows=[0])
         assert relative_error(logits, expected[at : at + 1]) < bound
-    assert small.nbytes < model.nbytes * 0.9
 
 
 def test_storage_names_what_it_does_not_know():

@@ -94,6 +94,33 @@ def test_verbs_trace_no_step_after_warm_up(model):
     assert jaxkv.trace_counts() == before
 
 
+def test_warmup_leaves_the_state_as_it_was_and_nothing_to_trace(model):
+    """Slots of a shape that no other test uses, so that only `warmup` can have compiled for it."""
+
+    def fresh():
+        return new_state(model, num_slots=3, max_tokens_per_slot=40, num_pages=20)
+
+    state, _ = jaxkv.generate(fresh(), [prompt(7), prompt(20)], rows=[2, 0], max_new_tokens=[3, 0])
+    stale, before = state, (state.num_tokens.tolist(), [state.tokens(row).tolist() for row in range(3)])
+    state = jaxkv.warmup(state)
+    with pytest.raises(jaxkv.StaleStateError):
+        jaxkv.check_integrity(stale)
+    jaxkv.check_integrity(state)
+    assert (state.num_tokens.tolist(), [state.tokens(row).tolist() for row in range(3)]) == before
+    expected = [greedy(model, before[1][row], 4) for row in (2, 0)]
+    traced = jaxkv.trace_counts()
+    state, output = jaxkv.generate(state, [[], []], rows=[2, 0], max_new_tokens=4)
+    assert [t.tolist() for t in output.tokens] == expected
+    for i, length in enumerate((1, 15, 16, 17, 31, 32, 33, 36)):
+        options = OPTIONS[i % len(OPTIONS)]
+        texts = [prompt(length)] * (1 if options.n > 1 else 1 + i % 3)
+        state, _ = jaxkv.generate(fresh(), texts, max_new_tokens=2, sampling=options)
+        state, _ = jaxkv.generate(state, [[]] * len(texts), max_new_tokens=1, chunk_size=5)
+        state, _ = jaxkv.prefill(jaxkv.release(state, [0]), [prompt(length)])
+        state, _ = jaxkv.decode(jaxkv.fork(jaxkv.release(state, [2]), 0, 2), [1, 1], rows=[0, 2])
+    assert jaxkv.trace_counts() == traced
+
+
 def test_two_models_of_one_shape_share_their_traces(model):
     from engine import make_model
 

@@ -112,7 +112,10 @@ def _restore(path: Path) -> dict:
             return {key: visit(child, (*keys, key)) for key, child in node.items()}
 
         try:
-            return visit(checkpointer.metadata(path).item_metadata.tree, ())
+            found = checkpointer.metadata(path).item_metadata
+            if found is None:
+                raise ValueError(f"{path}: Orbax finds no checkpoint in it")
+            return visit(found.tree, ())
         except (KeyError, TypeError, OSError) as error:
             raise ValueError(f"{path}: Orbax cannot read it: {error}") from error
 
