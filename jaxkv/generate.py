@@ -24,7 +24,6 @@ from jaxkv.sampling import Sampling, StopMatcher
 from jaxkv.state import State, frozen, require_live
 from jaxkv.steps import MAX_STEPS, Loop, Pools, step
 from jaxkv.verbs import (
-    TOKEN_BUCKETS,
     bucket_tokens,
     check_room,
     check_tokens,
@@ -72,8 +71,8 @@ class Output:
 
     tokens: list[np.ndarray]  # i32, a stop token included, a stop string's tokens not
     text: list[str] | None  # None without a tokenizer; special tokens and stop strings left out
-    logprobs: list[list[TokenLogprobs]] | None  # None unless asked for
-    finish_reasons: list[str]  # "stop", "length", or "error": the model's logits were NaN or infinite
+    logprobs: list[list[TokenLogprobs] | None] | None  # None where not asked for
+    finish_reasons: list[str]  # "stop", "length", "cancelled" (finish() before the end), or "error": logits were NaN or infinite
     rows: list[int]  # the slot of each sequence
     timings: Timings
 
@@ -127,14 +126,20 @@ def generate(
 def warmup(state: State, max_prompt_tokens: int | None = None, chunk_size: int = 512) -> State:
     """Compiles every step that `generate` and `decode` can need on this state, and returns it with nothing changed.
 
-    After it no call traces or compiles anything, whatever its prompt lengths (up to max_prompt_tokens; None: what a slot holds),
-    rows and sampling options. The state is consumed, as by any verb.
+    After it no step is traced again, whatever the prompt lengths (up to max_prompt_tokens; None: what a slot holds), rows and
+    sampling options. The state is consumed, as by any verb.
+
+    Raises:
+      ValueError: a size below 1.
     """
     require_live(state)
-    longest = min(max_prompt_tokens or state.max_tokens_per_slot, state.max_tokens_per_slot, chunk_size)
+    if (max_prompt_tokens is not None and max_prompt_tokens < 1) or chunk_size < 1:
+        raise ValueError(f"{max_prompt_tokens=} and {chunk_size=} must be at least 1")
+    # A pending token makes a prompt one longer.
+    longest = min((max_prompt_tokens or state.max_tokens_per_slot) + 1, state.max_tokens_per_slot, chunk_size)
     B, own, platform = state.num_slots, state.kv.own, state.static.platform
     pools, none = pools_of(state, None), np.zeros(0, np.int32)
-    for T in [t for t in TOKEN_BUCKETS if t < longest] + [bucket_tokens(longest)]:
+    for T in sorted({bucket_tokens(size) for size in range(1, longest + 1)}):
         for R in row_buckets(B):
             if R <= most_rows(T, B):
                 nobody, nothing = np.full(R, 0), [none] * R
@@ -222,7 +227,7 @@ def _limits(state: State, max_new_tokens, sampling, rows, totals):
     """Most new tokens of each row, i64[R]: not yet checked against the room there is."""
     if max_new_tokens is None:
         max_new_tokens = sampling.max_new_tokens
-    default = np.minimum(_DEFAULT_NEW_TOKENS, state.max_tokens_per_slot - totals[rows])
+    default = np.clip(state.max_tokens_per_slot - totals[rows], 0, _DEFAULT_NEW_TOKENS)
     if max_new_tokens is None:
         return default
     if isinstance(max_new_tokens, tuple | list) and len(max_new_tokens) == len(rows):
@@ -287,7 +292,8 @@ class Stream:
         self._options = self._make_options()
         self._halt = np.zeros(state.num_slots, bool)
         self._tracks = [self._track(i, text) for i, text in enumerate(self._text_streams())]
-        self._first_token_at: float | None = None
+        self._read_at: list[float] = []
+        self._steps_read = 0
         self._loop = self._start(self._prefill())
         self._events = self._run()
         self._result: tuple[State, Output] | None = None
@@ -299,6 +305,8 @@ class Stream:
         """The successor state and the Output; idempotent."""
         if self._result is None:
             self._events.close()
+            for track in self._tracks:
+                track.close()
             self._result = self._settle()
         return self._result
 
@@ -326,10 +334,9 @@ class Stream:
         stop = plan.sampling.stop_strings(int(plan.source[index]), len(plan.rows))
         if stop and stream is None:
             raise ValueError("stop strings need a tokenizer; this model has none")
-        track = _Track(index, int(plan.sequences[index]), stream, StopMatcher(stop) if stop else None)
-        if plan.limits[index] == 0:
-            track.finish_reason = "length"  # nobody waits for it
-        return track
+        row = int(plan.sequences[index])
+        matcher = StopMatcher(stop) if stop else None
+        return _Track(index, row, int(plan.limits[index]), stream, matcher, self._options.num_logprobs[row] >= 0)
 
     def _text_streams(self):
         """Decoders that continue the text of each prompt's row: its first space was shown, half a character may be open."""
@@ -420,11 +427,11 @@ class Stream:
 
     def _read(self, emitted) -> Generator[TextEvent, None, None]:
         emitted = jax.device_get(emitted)
-        if self._first_token_at is None:
-            self._first_token_at = time.perf_counter()
+        self._read_at.append(time.perf_counter())
         for i in range(emitted.valid.shape[0]):
+            self._steps_read += bool(emitted.valid[i].any())
             for track in self._tracks:
-                if track.finish_reason is None and (event := track.take(emitted, i, self._plan.limits[track.index])):
+                if track.finish_reason is None and (event := track.take(emitted, i)):
                     self._halt[track.row] = track.finish_reason is not None
                     if self._streamed:
                         yield event
@@ -450,20 +457,19 @@ class Stream:
         tokens = [np.asarray(t.tokens, np.int32) for t in self._tracks]
         text = None if plan.state.tokenizer is None else [t.text for t in self._tracks]
         now = time.perf_counter()
-        first = self._first_token_at or now
-        most = max((len(t) for t in tokens), default=0)
+        first, last = (self._read_at[0], self._read_at[-1]) if self._read_at else (now, now)
         timings = Timings(
             ttft_s=first - plan.started,
             total_s=now - plan.started,
-            tpot_s=(now - first) / (most - 1) if most > 1 else 0.0,
+            tpot_s=(last - first) / max(self._steps_read - 1, 1),
             prompt_tokens=sum(p.size for p in plan.prompts),
             new_tokens=sum(len(t) for t in tokens),
         )
-        wants = plan.sampling.wants_logprobs
+        wants = any(t.wants_logprobs for t in self._tracks)
         return Output(
             tokens=tokens,
             text=text,
-            logprobs=[t.logprobs for t in self._tracks] if wants else None,
+            logprobs=[t.logprobs if t.wants_logprobs else None for t in self._tracks] if wants else None,
             finish_reasons=[t.finish_reason or "length" for t in self._tracks],
             rows=[t.row for t in self._tracks],
             timings=timings,
@@ -473,15 +479,22 @@ class Stream:
 class _Track:
     """The host's view of one sequence: tokens, text, and why it ended."""
 
-    def __init__(self, index: int, row: int, stream, matcher: StopMatcher | None):
-        self.index, self.row = index, row
+    def __init__(self, index: int, row: int, limit: int, stream, matcher: StopMatcher | None, wants_logprobs: bool):
+        self.index, self.row, self.limit = index, row, limit
         self.stream, self.matcher = stream, matcher
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
-        self.finish_reason: str | None = None
+        self.wants_logprobs = wants_logprobs
+        self.finish_reason: str | None = None if limit else "length"  # nobody waits for it
 
-    def take(self, emitted, step_index: int, limit) -> TextEvent | None:
+    def close(self) -> None:
+        """Nobody waits for more: shows what was held back."""
+        if self.finish_reason is None:
+            self.finish_reason = "cancelled"
+            self.text += self._end_of_text()
+
+    def take(self, emitted, step_index: int) -> TextEvent | None:
         """Takes this sequence's token of one step, if it emitted one; returns what a stream should show."""
         sampled = emitted.sampled
         if not emitted.valid[step_index, self.row]:
@@ -492,10 +505,11 @@ class _Track:
             return None
         token = int(sampled.tokens[step_index, self.row])
         self.tokens.append(token)
-        self.logprobs.append(_token_logprobs(sampled, step_index, self.row, token))
+        if self.wants_logprobs:
+            self.logprobs.append(_token_logprobs(sampled, step_index, self.row, token))
         if sampled.is_stop[step_index, self.row]:
             self.finish_reason = "stop"
-        elif len(self.tokens) >= limit:
+        elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
         text = self._show(token)
         return TextEvent(self.index, self.row, (token,), text, self.finish_reason)
@@ -524,8 +538,8 @@ class _Track:
         """What was held back: half a character, or the start of a stop string that did not come."""
         if self.stream is None or (self.matcher is not None and self.matcher.stopped):
             return ""
-        tail = self.stream.finish()
-        return tail if self.matcher is None else self.matcher.feed(tail) + self.matcher.flush()
+        tail = self.stream.finish()  # U+FFFD for half a character; no stop string can begin or end in it
+        return tail if self.matcher is None else self.matcher.flush() + tail
 
 
 def _token_logprobs(sampled, i: int, row: int, token: int) -> TokenLogprobs:

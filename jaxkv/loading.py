@@ -21,6 +21,7 @@ from jaxkv.io.resolve import resolve
 from jaxkv.io.tokenizer import Tokenizer
 from jaxkv.model.params import Storage, build_params
 from jaxkv.progress import Report, silent
+from jaxkv.sampling import Sampling
 from jaxkv.state import Static
 
 
@@ -40,6 +41,18 @@ class Model:
         from_tokenizer = self.tokenizer.eos_token_ids if self.tokenizer else ()
         return tuple(dict.fromkeys((*self.generation.eos_token_ids, *from_tokenizer)))
 
+    @property
+    def sampling(self) -> Sampling:
+        """What its makers recommend (generation_config.json); greedy where they recommend nothing."""
+        given = self.generation
+        if given.do_sample is False:
+            return Sampling()
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        chosen = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+        if given.do_sample and "temperature" not in chosen:
+            chosen["temperature"] = 1.0
+        return Sampling(**chosen)
+
     @cached_property
     def static(self) -> Static:
         """The part of every trace that is fixed by the model."""
@@ -56,14 +69,16 @@ def load_model(name_or_path: str | Path, dtype: str | None = None, weights: str 
 
     Args:
       name_or_path: an existing path wins over a known name.
-      dtype: "float32", "bfloat16" or "float16", of the operands of products over many rows; None: as `weights` wants.
-      weights: "float32", "bfloat16" or "int8": how weights are stored; None: bfloat16.
+      dtype: "float32", "bfloat16" or (not on CPU) "float16", of the operands of products over many rows; None: as `weights` wants.
+      weights: "float32", "bfloat16" (16 bits) or "int8": how weights are stored; None: bfloat16. On CPU the last two keep a bf16
+        copy for products over many rows beside the form for few: 4 and 3.1 bytes a weight in all.
       report: called with (what, fraction or None) as slow work goes on.
 
     Raises:
       ValueError: an unknown name, a malformed file, an architecture or option that is not supported; names it.
     """
     storage = choose_storage(dtype, weights)
+    report(f"finding {name_or_path}", None)
     path = resolve(name_or_path)
     if path.is_file():
         return _load_gguf(path, storage, report)
@@ -72,7 +87,8 @@ def load_model(name_or_path: str | Path, dtype: str | None = None, weights: str 
     report(f"loading {path.name}", None)
     source = open_hf_folder(path)
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
-    return Model(source.config, build_params(source, storage), storage, tokenizer, generation_from_folder(path))
+    params = build_params(source, storage, lambda done: report(f"loading {path.name}", done))
+    return Model(source.config, params, storage, tokenizer, generation_from_folder(path))
 
 
 def choose_storage(dtype: str | None, weights: str | None, platform: str | None = None) -> Storage:
@@ -80,6 +96,9 @@ def choose_storage(dtype: str | None, weights: str | None, platform: str | None 
     platform = platform or jax.default_backend()
     weights = weights or "bfloat16"
     dtype = dtype or ("float32" if weights == "float32" else "bfloat16")
+    allowed = ("float32",) if weights == "float32" else ("float32", "bfloat16")
+    if platform == "cpu" and dtype not in allowed:
+        raise ValueError(f"{dtype=} with {weights=}: on CPU large products of such weights run in {' or '.join(allowed)}")
     return Storage(weights=weights, dtype=dtype, platform=platform)
 
 
@@ -95,6 +114,11 @@ def save_checkpoint(model: Model, path: str | Path) -> None:
 def _load_checkpoint(path: Path, dtype: str | None, weights: str | None, report: Report) -> Model:
     report(f"loading {path.name}", None)
     config, storage, generation, params = checkpoint.read(path)
+    if storage.platform != jax.default_backend():
+        raise ValueError(
+            f"{path} was converted for {storage.platform!r} and this process runs on {jax.default_backend()!r}, which keeps weights"
+            " in other forms: convert the original here"
+        )
     if weights not in (None, storage.weights) or dtype not in (None, storage.dtype):
         raise ValueError(
             f"{path} holds weights={storage.weights!r} for dtype={storage.dtype!r}, not weights={weights!r}, dtype={dtype!r}:"
@@ -125,7 +149,7 @@ def _read_kept(kept: Path, config: ModelConfig, storage: Storage):
         return None
     try:
         kept_config, kept_storage, _, params = checkpoint.read(kept)
-    except ValueError:
+    except (ValueError, OSError):
         kept_config = None
     if kept_config != config or kept_storage != storage:
         shutil.rmtree(kept, ignore_errors=True)

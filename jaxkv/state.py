@@ -1,4 +1,4 @@
-"""The state that every verb takes and returns, and the verbs that only move pages: fork, release, truncate.
+"""The state that every verb takes and returns, and the verbs that only free pages: release and truncate.
 
 A verb that runs the model donates the pages and the history, so the state it was given is spent: using it again raises
 `StaleStateError`. What a user must know to decide (lengths, page table, refcounts) lives on the host as read-only numpy, so no
@@ -37,7 +37,7 @@ class Static:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "kv", "history", "pending", "key"],
-    meta_fields=["static", "tokenizer", "eos_token_ids"],
+    meta_fields=["static", "max_tokens_per_slot", "tokenizer", "eos_token_ids"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
@@ -53,6 +53,7 @@ class State:
     pending: np.ndarray  # i32[B] token emitted but not stored yet; -1: none
     key: jax.Array  # seeds of rows that name none
     static: Static
+    max_tokens_per_slot: int  # the longest history a slot may hold, at most S
     tokenizer: object | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -60,11 +61,6 @@ class State:
     def num_slots(self) -> int:
         """B."""
         return self.history.shape[0]
-
-    @property
-    def max_tokens_per_slot(self) -> int:
-        """S, the longest history a slot can hold."""
-        return self.history.shape[1]
 
     @property
     def num_tokens(self) -> np.ndarray:
@@ -92,7 +88,7 @@ def init_state(
     Args:
       model: a `Model`.
       num_slots: rows of the static batch, B.
-      max_tokens_per_slot: the longest history of one slot; rounded up to whole pages.
+      max_tokens_per_slot: the longest history of one slot; its pages hold a whole number of page_size tokens.
       page_size: tokens a page, P.
       num_pages: pages of one layer's pool, the null page included; None: enough to fill every slot.
       kv_dtype: "float32", "bfloat16" or "float16"; None: float32 on CPU, the model's dtype elsewhere.
@@ -126,6 +122,7 @@ def init_state(
         pending=frozen(np.full(num_slots, -1, np.int32)),
         key=jax.random.key(seed),
         static=Static(config, model.storage.platform, model.storage.dtype, implementation),
+        max_tokens_per_slot=int(max_tokens_per_slot),
         tokenizer=model.tokenizer,
         # Configs name stop tokens that their vocabulary lacks; what cannot be emitted stops nothing.
         eos_token_ids=tuple(i for i in model.eos_token_ids if i < config.vocab_size),

@@ -4,6 +4,7 @@
     decode_steps   up to n tokens for every slot in one dispatch: page reservation, forward, sampling, stop, all on the device
     first_tokens   samples from the prompt's logits
     score_step     logits of every position, no cache
+    collect_logits, copy_rows   gather prompts' logits; copy pages and history for forks
 
 Each counts its traces (`trace_counts`). Pages and history are donated, parameters never.
 """
@@ -68,16 +69,11 @@ class Emitted:
 
     sampled: Sampled
     valid: jax.Array  # bool[n, B]
-    done: jax.Array  # bool[n, B] after the step
-
-
-def step(name: str, platform: str):
-    """The jitted function of that name for that backend, made once."""
-    return _jitted(name, platform)
 
 
 @functools.cache
-def _jitted(name: str, platform: str):
+def step(name: str, platform: str):
+    """The jitted function of that name for that backend, made once."""
     function, donated, static = _STEPS[name]
 
     @functools.wraps(function)
@@ -108,7 +104,7 @@ def prefill_step(params, pools: Pools, page_table, lengths, rows, tokens, counts
     pools = dataclasses.replace(pools, history=history)
     if not all_logits:
         x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], 1)[:, 0]
-    return pools, logits(static.model, params, x, static.dtype)
+    return pools, logits(static.model, params, x, _operands(tokens, static))
 
 
 def decode_steps(params, loop: Loop, options: SamplingArrays, halt, num_steps, *, static: Static, looped: bool):
@@ -197,13 +193,14 @@ def _emit(loop: Loop, row_logits, live, options: SamplingArrays):
         token=jnp.where(valid, sampled.tokens, loop.token),
         done=done,
     )
-    return loop, Emitted(sampled, valid, done)
+    return loop, Emitted(sampled, valid)
 
 
 def _operands(tokens, static: Static) -> str:
     """The dtype of large products' operands. A short prompt on CPU is read in f32: that costs it little, and a first token that
-    hangs on a hair falls as it does with float32 weights (docs/performance.md)."""
-    short = static.platform == "cpu" and tokens.shape[1] > 1 and tokens.size <= EXACT_ROWS
+    hangs on a hair falls as it does with float32 weights (docs/performance.md). It is the prompt's own length that decides, not how
+    many rows are read together: a row must not depend on its neighbours."""
+    short = static.platform == "cpu" and 1 < tokens.shape[1] <= EXACT_ROWS
     return "float32" if short else static.dtype
 
 

@@ -18,7 +18,7 @@ from jaxkv.steps import Pools, step
 
 # Prompt buckets: a chunk is padded to the next of these (past the last, to the next power of two), so that few shapes are traced.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512)
-# Tokens of one prefill dispatch over all its rows: bounds its temporaries; more rows than fit go in several dispatches.
+# Tokens of one prefill dispatch of generate over all its rows: bounds its temporaries; more rows go in several dispatches.
 MAX_PREFILL_TOKENS = 2048
 
 
@@ -58,7 +58,8 @@ def prefill(state: State, tokens, lengths=None, rows=None, *, all_logits: bool =
 def decode(state: State, tokens, rows=None):
     """Appends one token to each slot and returns (state, logits f32[R, V] for the next).
 
-    tokens is i32[R]; rows names the slots (None: all, R = num_slots). One trace whatever the rows. Errors as in `prefill`.
+    tokens is i32[R]; rows names the slots (None: all, R = num_slots). One trace whatever the rows, but a row with a pending token
+    goes through `prefill`, since two tokens are to be run. Errors as in `prefill`.
     """
     require_live(state)
     rows = check_rows(state, np.arange(state.num_slots) if rows is None else rows)

@@ -155,6 +155,8 @@ DAMAGES = {
     "another vocabulary": edit(config={"vocab_size": V + 1}),
     "experts there are none of": edit(config=MOE | {"moe_layers": [True, True]}),
 }
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused(saved, tmp_path, damage):

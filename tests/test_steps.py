@@ -98,26 +98,26 @@ def test_warmup_leaves_the_state_as_it_was_and_nothing_to_trace(model):
     """Slots of a shape that no other test uses, so that only `warmup` can have compiled for it."""
 
     def fresh():
-        return new_state(model, num_slots=3, max_tokens_per_slot=40, num_pages=20)
+        return new_state(model, num_slots=2, max_tokens_per_slot=24, num_pages=7)
 
-    state, _ = jaxkv.generate(fresh(), [prompt(7), prompt(20)], rows=[2, 0], max_new_tokens=[3, 0])
-    stale, before = state, (state.num_tokens.tolist(), [state.tokens(row).tolist() for row in range(3)])
+    state, _ = jaxkv.generate(fresh(), [prompt(7), prompt(19)], rows=[1, 0], max_new_tokens=[3, 0])
+    stale, before = state, (state.num_tokens.tolist(), [state.tokens(row).tolist() for row in range(2)])
     state = jaxkv.warmup(state)
     with pytest.raises(jaxkv.StaleStateError):
         jaxkv.check_integrity(stale)
     jaxkv.check_integrity(state)
-    assert (state.num_tokens.tolist(), [state.tokens(row).tolist() for row in range(3)]) == before
-    expected = [greedy(model, before[1][row], 4) for row in (2, 0)]
+    assert (state.num_tokens.tolist(), [state.tokens(row).tolist() for row in range(2)]) == before
+    expected = [greedy(model, before[1][row], 4) for row in (1, 0)]
     traced = jaxkv.trace_counts()
-    state, output = jaxkv.generate(state, [[], []], rows=[2, 0], max_new_tokens=4)
+    state, output = jaxkv.generate(state, [[], []], rows=[1, 0], max_new_tokens=4)
     assert [t.tolist() for t in output.tokens] == expected
-    for i, length in enumerate((1, 15, 16, 17, 31, 32, 33, 36)):
+    for i, length in enumerate((1, 2, 8, 15, 16, 17, 18, 20)):
         options = OPTIONS[i % len(OPTIONS)]
-        texts = [prompt(length)] * (1 if options.n > 1 else 1 + i % 3)
+        texts = [prompt(length)] * (1 if options.n > 1 else 1 + i % 2)
         state, _ = jaxkv.generate(fresh(), texts, max_new_tokens=2, sampling=options)
         state, _ = jaxkv.generate(state, [[]] * len(texts), max_new_tokens=1, chunk_size=5)
         state, _ = jaxkv.prefill(jaxkv.release(state, [0]), [prompt(length)])
-        state, _ = jaxkv.decode(jaxkv.fork(jaxkv.release(state, [2]), 0, 2), [1, 1], rows=[0, 2])
+        state, _ = jaxkv.decode(jaxkv.fork(jaxkv.release(state, [1]), 0, 1), [1, 1], rows=[1, 0])
     assert jaxkv.trace_counts() == traced
 
 
@@ -278,11 +278,11 @@ MEMORY = [
     ("decode", 1, "float32", {}),
     ("decode", 2, "bfloat16", {}),
     ("decode_many", 1, "bfloat16", {}),
-    ("decode_many", 2, "float32", {}),
     ("prefill", 1, "bfloat16", dict(T=32)),
     ("decode_many", 1, "float32", dict(looped=True)),
 ]
 MORE_MEMORY = [
+    ("decode_many", 2, "float32", {}),
     ("decode", 1, "bfloat16", {}),
     ("decode", 2, "float32", {}),
     ("decode", 4, "float16", {}),

@@ -5,7 +5,7 @@
       params/        Orbax, uncompressed: weights hardly compress, and reading is then the disk's speed
       tokenizer/     the files the tokenizer was read from
 
-A folder appears whole or not at all: it is written beside its place, synced, and renamed.
+A folder appears whole or not at all: it is written beside its place and renamed. It belongs to the backend it was made on.
 """
 
 from __future__ import annotations
@@ -80,8 +80,12 @@ def read(path: Path) -> tuple[ModelConfig, Storage, GenerationDefaults, dict]:
         generation = _tuples(GenerationDefaults, description["generation"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path / _DESCRIPTION}: not a description of a model: {error}") from None
-    params = _tree(_restore(path / "params"), storage)
-    check_params(params, config, storage, str(path))
+    nested = _restore(path / "params")
+    try:
+        params = _tree(nested, storage)
+        check_params(params, config, storage, str(path))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: its weights are not those of its description: {error!r}") from error
     return config, storage, generation, params
 
 

@@ -14,8 +14,10 @@ params = {
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -183,6 +185,7 @@ def _stored(source, parts, layers, storage, *, bias, stacked=True, wide=True):
         for part, part_shape in zip(parts, per_part, strict=True):
             _fill(source, part, layer, part_shape, {k: b[i] for k, b in buffers.items()}, offset, storage, groups)
             offset += part_shape[-2]
+    _trim_heap()
     arrays = {}
     for key in list(buffers):
         buffer = buffers.pop(key)
@@ -194,10 +197,12 @@ def _fill(source, part, layer, shape, buffers, offset, storage, groups):
     step = _CHUNK_ROWS if len(shape) == 2 else shape[0]
     for start in range(0, shape[0], step):
         stop = min(start + step, shape[0])
-        chunk = source.read_rows(part, layer, start, stop)
-        forms = _convert(jnp.asarray(chunk), str(buffers["weight"].dtype), groups, "wide" in buffers)
+        chunk = np.asarray(source.read_rows(part, layer, start, stop))
+        forms = _convert(chunk, str(buffers["weight"].dtype), groups, "wide" in buffers)
         if not bool(forms.pop("fits")):
-            raise ValueError(f"weight {part!r} of layer {layer} holds values past float16's 65504: load it with weights='float32'")
+            raise ValueError(
+                f"weight {part!r} of layer {layer} holds values that are not finite or pass float16's 65504: load it with weights='float32'"
+            )
         for key, form in forms.items():
             target = (
                 buffers[key][:, offset : offset + shape[-2]] if len(shape) == 3 else buffers[key][offset + start : offset + stop]
@@ -238,6 +243,13 @@ def aligned_empty(shape, dtype) -> np.ndarray:
 def adopt(array: np.ndarray) -> jax.Array:
     """The array on the default device; on CPU the very same memory if it is aligned. The caller writes to it no more."""
     return jax.device_put(array, may_alias=True)
+
+
+def _trim_heap() -> None:
+    """Returns to the system what conversions freed: glibc would hold 270 MiB of it by the end of a load of Gemma 3 270M."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 class _Counted:
