@@ -196,17 +196,27 @@ def _plan(state, tokens, lengths, max_new_tokens, sampling, rows, chunk_size) ->
 
     own_prompt, copies_prompt, shortfall = pages.append(own, stored)
     if shortfall:
-        raise pool_full(own, shortfall)
+        raise pool_full(state.kv.own, _missing(own, stored, rows, source, limits, shortfall))
     extra = np.setdiff1d(np.arange(len(sequences)), np.arange(0, len(sequences), sampling.n))
     own_decode = pages.fork(own_prompt, rows[source[extra]], sequences[extra]) if extra.size else own_prompt
     room = _per_slot(state, sequences, np.maximum(limits - 1, 0))  # the last token stays pending
     own_decode, copies_decode, shortfall = pages.reserve(own_decode, room)
     if shortfall:
-        raise pool_full(own_prompt, shortfall)
+        raise pool_full(state.kv.own, _missing(own, stored, rows, source, limits, shortfall))
     return _Plan(
         state, sampling, prompts, rows, before, own_prompt, copies_prompt, own_decode, copies_decode, sequences, source, limits,
         int(chunk_size), started,
     )  # fmt: skip
+
+
+def _missing(own: Ownership, stored, rows, source, limits, least) -> int:
+    """Pages the whole call is short of, for the error: prompts, samples and every token that may come."""
+    prompt = (own.lengths + stored)[rows]
+    wanted = np.asarray(pages.num_pages_needed(prompt[source] + np.maximum(limits - 1, 0), own.page_size))
+    others = np.diff(source, prepend=-1) == 0  # samples beyond the first share the prompt's full pages
+    wanted = wanted - np.where(others, prompt[source] // own.page_size, 0)
+    held = int(np.count_nonzero(own.page_table[rows]))
+    return max(int(wanted.sum()) - held - int(pages.free_pages(own)), int(least))
 
 
 def _recomputing(state: State, prompts, rows):

@@ -39,7 +39,7 @@ class Static:
     data_fields=["params", "kv", "history", "pending", "key"],
     meta_fields=["static", "max_tokens_per_slot", "tokenizer", "eos_token_ids"],
 )
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class State:
     """Weights, KV pages and token history of B slots. Immutable; a verb consumes it and returns its successor.
 
@@ -56,6 +56,14 @@ class State:
     max_tokens_per_slot: int  # the longest history a slot may hold, at most S
     tokenizer: object | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        own = self.kv.own
+        spent = ", spent" if self.history.is_deleted() else ""
+        return (
+            f"State({self.static.model.architecture}, {self.num_slots} slots of {self.max_tokens_per_slot} tokens, holding"
+            f" {self.num_tokens.tolist()}; {pages.pages_in_use(own)} of {own.refcounts.shape[0] - 1} pages in use{spent})"
+        )
 
     @property
     def num_slots(self) -> int:

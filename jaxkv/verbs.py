@@ -107,6 +107,8 @@ def score(model, tokens, lengths=None):
 
 def as_rows(tokens, lengths=None) -> list[np.ndarray]:
     """Token input of any allowed form as one i32 array a row."""
+    if tokens is None or isinstance(tokens, str) or (isinstance(tokens, list | tuple) and any(isinstance(t, str) for t in tokens)):
+        raise TypeError("tokens must be lists of token ids, one a row; for text: [model.tokenizer.encode(text)]")
     if isinstance(tokens, np.ndarray | jax.Array):
         array = np.asarray(tokens)
         if array.ndim == 1:
@@ -195,7 +197,8 @@ def pool_full(own, shortfall) -> ValueError:
     """The error for a pool with too few free pages."""
     total = own.refcounts.shape[0] - 1
     return ValueError(
-        f"the KV pool is short of {shortfall} pages of {own.page_size} tokens: {pages.free_pages(own)} of {total} are free."
+        f"the KV pool is short of {shortfall} page{'' if shortfall == 1 else 's'} of {own.page_size} tokens: {pages.free_pages(own)} of"
+        f" {total} are free."
         " Release slots, ask for fewer tokens, or init_state with a larger num_pages"
     )
 
