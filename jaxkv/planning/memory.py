@@ -1,0 +1,172 @@
+"""What fits: a device's memory divided, the pages of a sequence, and the two questions asked of them.
+
+    kv bytes = 2 * L * K * H * bytes per element * tokens        the formula; K are kv heads, not query heads
+    stored   = pages * bytes of a page on a device               what it takes: whole pages, padded lanes, scales, copies of heads
+
+Everything is an exact count of bytes on one jax device, except activations, which are an estimate unless measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jaxkv.planning.deployment import Deployment
+from jaxkv.planning.plan import CapacityPlan
+from jaxkv.planning.shapes import KV_BYTES, WEIGHT_BYTES
+from jaxkv.planning.units import GIB, gib
+from pallas_kernels.heads import LANES, pool_heads, scales_shape
+
+_LOGIT_ROWS = 256  # rows of a step that logits are wanted of
+UNBOUNDED = 1 << 40  # the answer where memory sets no limit, as where every layer forgets what is behind its window
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """One jax device's memory in bytes: the parts add up to `memory_bytes`, and a negative `kv_budget_bytes` means they do not fit."""
+
+    memory_bytes: int
+    weights_bytes: int
+    activations_bytes: int
+    runtime_bytes: int  # what memory_fraction leaves to the runtime and to fragmentation, and the null page
+    kv_budget_bytes: int
+
+
+def device_memory(d: Deployment) -> DeviceMemory:
+    """Returns how the memory of each device is divided."""
+    memory = d.chip.memory_bytes // d.chip.devices_per_chip
+    runtime = memory - int(memory * d.memory_fraction) + d.model.num_layers * layer_page_bytes(d)
+    weights, activations = weights_bytes(d), activations_bytes(d)
+    return DeviceMemory(memory, weights, activations, runtime, memory - weights - activations - runtime)
+
+
+def weights_bytes(d: Deployment) -> int:
+    """Returns the weights of one device. The projections to keys and values are copied where their heads are."""
+    params = d.model.num_params + d.model.kv_params * (d.kv_copies - 1)
+    return round(params * WEIGHT_BYTES[d.weights] / d.tp)
+
+
+def activations_bytes(d: Deployment) -> int:
+    """Returns the working set of a step of `step_tokens`: given, or estimated.
+
+    Estimated: the residual stream, twice in f32; the widest product of attention or MLP with its input, 16 bits; the new keys and
+    values of all layers, which the scan stacks before one scatter writes them; logits in f32 of up to 256 rows, and a copy.
+    """
+    if d.activations_gib is not None:
+        return round(d.activations_gib * GIB)
+    m, T = d.model, d.step_tokens
+    queries = m.num_q_heads * m.head_dim // d.tp
+    widest = max(2 * m.mlp_width // d.tp + m.mlp_width // d.tp, 2 * queries + 2 * d.kv_heads_per_device * m.head_dim)
+    itemsize = 4 if d.weights == "float32" else 2
+    residual = 2 * 4 * T * m.model_dim
+    new_kv = T * m.num_layers * m.kv_elements_per_token_and_layer * d.kv_copies // d.tp * itemsize
+    logits = 2 * 4 * min(T, _LOGIT_ROWS) * m.vocab_size // d.tp
+    return residual + itemsize * T * (widest + m.model_dim) + new_kv + logits
+
+
+def layer_page_bytes(d: Deployment) -> int:
+    """Returns the bytes of one page of one layer on one device, in the form the kernels store it."""
+    size = KV_BYTES[d.kv_dtype]
+    if d.model.latent:  # one vector for keys and values, on every device
+        lanes = LANES if d.chip.platform == "tpu" else 1
+        width = -(-d.model.kv_elements_per_token_and_layer // lanes) * lanes
+        return d.P * width * size + (4 * d.P if size == 1 else 0)
+    heads, dim = pool_heads(d.kv_heads_per_device, d.model.head_dim, d.chip.platform)
+    _, two, rows, lanes = scales_shape(1, heads, d.P)
+    return 2 * heads * d.P * dim * size + (4 * two * rows * lanes if size == 1 else 0)
+
+
+def stored_bytes_per_token(d: Deployment) -> float:
+    """Returns what a token takes in full pages, on all devices of a replica together."""
+    return d.model.num_layers * layer_page_bytes(d) / d.P * d.tp
+
+
+def pages_of(d: Deployment, tokens: int, shared_tokens: int = 0) -> tuple[int, int]:
+    """Returns the pages, over all layers, that a sequence of so many tokens holds, and how many of them are of a shared prefix.
+
+    Only full pages are shared, and never the one of a sequence's last token.
+    """
+    pages, full = -(-tokens // d.P), min(shared_tokens, tokens - 1) // d.P
+    if not d.free_window_pages:
+        return d.model.num_layers * pages, d.model.num_layers * full
+    held = shared = 0
+    for w in d.model.layer_windows:
+        # The last w tokens lie on at most ceil((w - 1) / P) + 1 pages, wherever they end.
+        kept = min(pages, -(-(w - 1) // d.P) + 1) if w else pages
+        held += kept
+        shared += max(0, full - (pages - kept))
+    return held, shared
+
+
+def pool_bytes(d: Deployment, sequences: int, tokens: int) -> int:
+    """Returns what so many sequences of so many tokens hold on one device of their replica; a shared prefix counts once a group."""
+    held, shared = pages_of(d, tokens, d.shared_tokens)
+    groups = -(-sequences // d.sharers) if d.sharers else min(1, sequences)
+    return (sequences * (held - shared) + groups * shared) * layer_page_bytes(d)
+
+
+def fits(d: Deployment, sequences: int, tokens: int) -> bool:
+    """Whether so many sequences of so many tokens fit on all replicas together."""
+    each = -(-sequences // d.replicas)
+    return pool_bytes(d, each, tokens) + round(d.low_watermark_gib * GIB) <= device_memory(d).kv_budget_bytes
+
+
+def max_sequences(d: Deployment, tokens: int | None = None) -> int:
+    """Returns how many sequences of `tokens` (the context) fit on all replicas together."""
+    return d.replicas * _largest(lambda n: fits(d, n * d.replicas, tokens or d.context))
+
+
+def max_context(d: Deployment, sequences: int | None = None) -> int:
+    """Returns how many tokens each of `sequences` may have, whatever the model was made for; a plain 1 if nobody asked for more."""
+    return _largest(lambda tokens: fits(d, sequences or d.sequences or 1, tokens))
+
+
+def _largest(holds: Callable[[int], bool]) -> int:
+    """The largest n for which holds(n), of a property that is lost once and for all; 0 where none is."""
+    low, high = 0, 1
+    while holds(high):
+        if high >= UNBOUNDED:
+            return UNBOUNDED
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def waste_tokens(page_size: int) -> tuple[int, float]:
+    """Returns the tokens that the last page of a sequence wastes: at most, and on average."""
+    return page_size - 1, (page_size - 1) / 2
+
+
+def mean_length_for_waste(page_size: int, fraction: float) -> float:
+    """Returns the mean length above which pages waste less than `fraction` of what they take."""
+    mean = waste_tokens(page_size)[1]
+    return mean / fraction - mean
+
+
+def capacity_plan(d: Deployment) -> CapacityPlan:
+    """Returns the plan of one device that admits what is asked, or all that fits.
+
+    Raises:
+      ValueError: not one sequence fits, or fewer than asked.
+    """
+    memory, most = device_memory(d), max_sequences(d)
+    wanted = d.sequences or most
+    if wanted > most or not most:
+        raise ValueError(
+            f"{wanted or 1} sequences of {d.context} tokens do not fit on {d.chips} {d.chip.name}: {most} do, and at {wanted or 1}"
+            f" the longest context is {max_context(d, wanted or 1)} tokens"
+        )
+    each = -(-wanted // d.replicas)
+    return CapacityPlan(
+        memory_gib=gib(memory.memory_bytes),
+        weights_gib=gib(memory.weights_bytes),
+        activations_gib=gib(memory.activations_bytes),
+        runtime_and_fragmentation_gib=gib(memory.runtime_bytes),
+        kv_budget_gib=gib(memory.kv_budget_bytes),
+        max_context_tokens=d.context,
+        max_active_sequences=each,
+        reserve_per_sequence_gib=gib(pool_bytes(d, each, d.context) / each),
+        low_watermark_gib=d.low_watermark_gib,
+    ).check()

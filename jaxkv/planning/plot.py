@@ -1,0 +1,52 @@
+"""Concurrency against context as a picture. matplotlib is wanted only here, so it is imported late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxkv.planning.deployment import Deployment
+from jaxkv.planning.memory import UNBOUNDED, max_sequences
+from jaxkv.planning.shapes import KV_BYTES
+
+_CONTEXTS = tuple(2**i for i in range(10, 21))
+
+
+def draw(path: str | Path, deployments: Sequence[tuple[str, Deployment]]) -> None:
+    """Draws how many sequences fit at each context, for (what to call it, deployment); with int8 KV dashed, the context asked for marked.
+
+    Raises:
+      ValueError: matplotlib is not there.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    colours: dict[Deployment, str] = {}
+    for what, d in deployments:
+        same = d.change(context=UNBOUNDED)  # deployments that differ by their context share a curve
+        if same not in colours:
+            colours[same] = f"C{len(colours)}"
+            axes.plot(*_curve(d), color=colours[same], marker=".", label=f"{what}, KV {d.kv_dtype}")
+            if KV_BYTES[d.kv_dtype] > 1:
+                axes.plot(*_curve(d.change(kv_dtype="int8")), color=colours[same], ls="--", label=f"{what}, KV int8")
+        if n := max_sequences(d):
+            axes.plot(d.context, n, color=colours[same], marker="o", markersize=9, fillstyle="none")
+    axes.set(xlabel="context (tokens)", ylabel="sequences that fit", xscale="log", yscale="log")
+    axes.set_xticks(_CONTEXTS, [f"{x // 1024}K" for x in _CONTEXTS])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside lower center")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _curve(d: Deployment) -> tuple[list[int], list[int]]:
+    """The contexts that memory limits, and the sequences that fit at each."""
+    points = [(tokens, max_sequences(d, tokens)) for tokens in _CONTEXTS]
+    points = [(tokens, n) for tokens, n in points if 0 < n < UNBOUNDED]
+    return [tokens for tokens, _ in points], [n for _, n in points]

@@ -1,0 +1,136 @@
+"""Plans capacity on paper: how many sequences of what length fit on which chips, what a
+decode step reads, how fast it can be at best, and what to change for more.
+
+--model is a preset, a Hugging Face folder or a config.json. --device is a chip of the
+table, a row of --device_file, or one described by --memory_gb (or --memory_gib),
+--hbm_gbps and --tflops_bf16, which also change a row of the table. Token counts may be
+written 128K (x 1,024). Sizes say GiB (2^30 bytes) or GB (10^9).
+
+--plan FILE checks a capacity plan in YAML, the one the serving engine admits by;
+--save_plan FILE writes the one of this deployment. Times are lower bounds from data
+sheets; nothing is measured and no accelerator is touched.
+
+  python scripts/plan_capacity.py --model llama-3.1-8b --device h100 --context 8K
+  python scripts/plan_capacity.py --model llama-3.1-8b --device h100 --context 8K --what_if context=128K
+  python scripts/plan_capacity.py --model llama-3.1-70b --device v5p --chips 4 --sequences 64 --kv_dtype int8
+  python scripts/plan_capacity.py --plan plan.yaml
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# Run from a clone without an installation, too.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from absl import flags  # noqa: E402
+
+from jaxkv import planning  # noqa: E402
+from jaxkv.planning import devices, plot, report, what_if  # noqa: E402
+from jaxkv.planning.shapes import KV_BYTES, WEIGHT_BYTES  # noqa: E402
+from scripts import _script  # noqa: E402
+
+FLAGS = flags.FLAGS
+
+
+class _Tokens(flags.ArgumentParser):
+    """Parses 131072 or 128K."""
+
+    def parse(self, argument) -> int:
+        return what_if.tokens(str(argument))
+
+    def flag_type(self) -> str:
+        return "int"
+
+
+flags.DEFINE_string("model", "llama-3.1-8b", f"{', '.join((*planning.PRESETS, *planning.MLA_PRESETS))}; or a path.")
+flags.DEFINE_string("device", "h100", f"{', '.join(planning.CHIPS)}; or a name of your own.")
+flags.DEFINE_integer("chips", 1, "Chips of that kind.")
+flags.DEFINE_integer("tensor_parallel", None, "jax devices that share one copy of the weights; without it all, and no replicas.")
+flags.DEFINE(_Tokens(), "context", "8K", "Tokens a sequence may have, prompt and answer.")
+flags.DEFINE_integer("sequences", None, "Sequences wanted at once; without it as many as fit.")
+flags.DEFINE_enum("weights", "bfloat16", list(WEIGHT_BYTES), "How weights are stored.")
+flags.DEFINE_enum("kv_dtype", "bfloat16", list(KV_BYTES), "How keys and values are stored.")
+flags.DEFINE_integer("page_size", None, "Tokens a page; without it 16, on TPU 128 or 256.")
+flags.DEFINE_integer("num_kv_heads", None, "Another head layout of the model: MHA, GQA or MQA.")
+flags.DEFINE(_Tokens(), "shared_tokens", "0", "Tokens of a prefix that sequences share.")
+flags.DEFINE_integer("sharers", 0, "Sequences that share one prefix; 0: all.")
+flags.DEFINE_bool("free_window_pages", False, "Free pages behind windows (jaxkv keeps them today).")
+flags.DEFINE_float("memory_fraction", 0.9, "Of the memory, for weights, activations and KV.")
+flags.DEFINE_float("activations_gib", None, "Activations of a device, measured; without it an estimate.")
+flags.DEFINE(_Tokens(), "step_tokens", "2K", "Tokens of the largest step, for that estimate.")
+flags.DEFINE_float("low_watermark_gib", 0.0, "KV kept free on each device.")
+flags.DEFINE_float("memory_gb", None, "Memory of a chip in GB, instead of the table's.")
+flags.DEFINE_float("memory_gib", None, "The same in GiB.")
+flags.DEFINE_float("hbm_gbps", None, "Bandwidth of a chip in GB/s, instead of the table's.")
+flags.DEFINE_float("tflops_bf16", None, "Dense peak of a chip in TFLOP/s, instead of the table's.")
+flags.DEFINE_string("device_file", None, "YAML file of chips: NAME: {memory_gb, hbm_gbps, matrix_tflops_bf16}.")
+flags.DEFINE_float("link_gbps", 50.0, "Bandwidth to the host in GB/s, for offload.")
+flags.DEFINE_float("kv8_extra_us", None, "Measured extra time of a decode step with 8-bit KV, in microseconds.")
+flags.DEFINE_float("kv8_cost_ratio", 0.54, "Measured cost of a cached token in 8-bit KV over that in 16-bit.")
+flags.DEFINE_multi_string("what_if", [], "KEY=VALUE,...: what the same chips then hold.")
+flags.DEFINE_string("plan", None, "YAML plan to check; nothing else is planned.")
+flags.DEFINE_string("save_plan", None, "YAML file to write this deployment's plan to.")
+flags.DEFINE_string("plot", None, "PNG file to draw concurrency against context into; needs matplotlib.")
+flags.DEFINE_bool("json", False, "One JSON object with every figure instead of the report.")
+
+
+def main(terminal) -> None:
+    """Answers what was asked."""
+    if FLAGS.plan:
+        return _check_plan()
+    d, costs = _deployment(), planning.Costs(FLAGS.link_gbps, FLAGS.kv8_extra_us, FLAGS.kv8_cost_ratio)
+    changed = [(text, what_if.apply(d, text, _chips())) for text in FLAGS.what_if]
+    figures = planning.figures(d, costs)
+    others = [(text, c, planning.figures(c, costs)) for text, c in changed]
+    if FLAGS.save_plan:
+        planning.capacity_plan(d).write(FLAGS.save_plan)
+    if FLAGS.plot:
+        named = [("now", d), *changed] if changed else [(f"{d.model.name} on {d.chips} {d.chip.name}", d)]
+        plot.draw(FLAGS.plot, named)
+    if FLAGS.json:
+        print(json.dumps(figures | {"what_if": [{"change": text} | f for text, _, f in others]}))
+    elif others:
+        print("\n\n\n".join(report.compare(d, figures, c, f, text) for text, c, f in others))
+    else:
+        print(report.describe(d, figures))
+
+
+def _check_plan() -> None:
+    plan = planning.CapacityPlan.read(FLAGS.plan).check()
+    if FLAGS.json:
+        print(json.dumps(plan.to_dict() | {"max_admissible_sequences": plan.largest_active_sequences}))
+    else:
+        print(report.describe_plan(plan, FLAGS.plan))
+
+
+def _deployment() -> planning.Deployment:
+    model = planning.model_shape(FLAGS.model)
+    if FLAGS.num_kv_heads is not None:
+        model = model.with_kv_heads(FLAGS.num_kv_heads)
+    names = {field.name for field in dataclasses.fields(planning.Deployment)} - {"model", "chip"}
+    options: dict[str, Any] = {name: FLAGS[name].value for name in names}
+    return planning.Deployment(model, _chip(), **options)
+
+
+def _chips() -> dict[str, planning.Chip]:
+    return dict(planning.CHIPS) | (devices.read_chips(FLAGS.device_file) if FLAGS.device_file else {})
+
+
+def _chip() -> planning.Chip:
+    return devices.described(
+        FLAGS.device,
+        _chips(),
+        memory_gb=FLAGS.memory_gb,
+        memory_gib=FLAGS.memory_gib,
+        hbm_gbps=FLAGS.hbm_gbps,
+        tflops=FLAGS.tflops_bf16,
+    )
+
+
+if __name__ == "__main__":
+    _script.run(main)

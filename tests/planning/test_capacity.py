@@ -1,0 +1,290 @@
+"""What fits: properties over many deployments, page bytes against real pools, splits, and user errors."""
+
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jaxkv.kv.state import default_page_size, empty_pools
+from jaxkv.planning import CHIPS, PRESETS, Costs, Deployment, capacity_plan, chip, figures, knobs, model_shape, what_if
+from jaxkv.planning.deployment import can_split
+from jaxkv.planning.devices import Chip
+from jaxkv.planning.knobs import chips_for
+from jaxkv.planning.memory import (
+    UNBOUNDED,
+    device_memory,
+    fits,
+    layer_page_bytes,
+    max_context,
+    max_sequences,
+    pool_bytes,
+    weights_bytes,
+)
+from jaxkv.planning.roofline import attended_tokens, decode_step, prefill_seconds
+from jaxkv.planning.shapes import KV_BYTES, shape_of
+from jaxkv.planning.units import GB, GIB
+
+SHAPES = {
+    name: model_shape(name) for name in ("llama-3.1-8b", "qwen2.5-7b", "gemma-3-1b", "mistral-7b", "mixtral-8x7b", "deepseek-v3")
+}
+BIG = Chip("big", "gpu", 2000 * GB, 3350, 989)
+
+
+@st.composite
+def deployments(draw, chips=CHIPS):
+    model = draw(st.sampled_from(list(SHAPES.values())))
+    row = draw(st.sampled_from([*chips.values(), BIG]))
+    tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if can_split(model, n) and n % row.devices_per_chip == 0]))
+    context = draw(st.integers(1, 200_000))
+    shared = draw(st.integers(0, context - 1)) * draw(st.booleans())
+    return Deployment(
+        model,
+        row,
+        chips=tp // row.devices_per_chip * draw(st.integers(1, 3)),
+        tensor_parallel=tp,
+        context=context,
+        weights=draw(st.sampled_from(["bfloat16", "int8"])),
+        kv_dtype=draw(st.sampled_from(list(KV_BYTES))),
+        page_size=draw(st.sampled_from([None, 16, 128])),
+        memory_fraction=draw(st.floats(0.5, 1)),
+        activations_gib=draw(st.none() | st.floats(0, 8)),
+        low_watermark_gib=draw(st.floats(0, 2)),
+        shared_tokens=shared,
+        sharers=draw(st.integers(0, 5)) if shared else 0,
+        free_window_pages=draw(st.booleans()),
+    )
+
+
+some = settings(max_examples=60, deadline=None)
+
+
+@some
+@given(deployments())
+def test_the_parts_are_the_memory_in_both_units(d):
+    memory = device_memory(d)
+    assert memory.memory_bytes == memory.weights_bytes + memory.activations_bytes + memory.runtime_bytes + memory.kv_budget_bytes
+    f = figures(d, Costs())
+    for key, value in f.items():
+        if "_gib" in key and (other := key.replace("_gib", "_gb")) in f:
+            assert value * GIB == pytest.approx(f[other] * GB), key
+
+
+@some
+@given(deployments())
+def test_the_boundary_fits_and_one_more_does_not(d):
+    most = max_sequences(d)
+    assert most % d.replicas == 0
+    if most < UNBOUNDED:
+        assert (not most or fits(d, most, d.context)) and not fits(d, most + 1, d.context)
+    longest = max_context(d, 3)
+    if longest < UNBOUNDED:
+        assert (not longest or fits(d, 3, longest)) and not fits(d, 3, longest + 1)
+
+
+@some
+@given(deployments(), st.integers(1, 100_000), st.integers(1, 50))
+def test_longer_contexts_and_more_sequences_never_take_less(d, more, n):
+    assert pool_bytes(d, n, d.context) <= pool_bytes(d, n, d.context + more)
+    assert pool_bytes(d, n, d.context) <= pool_bytes(d, n + 1, d.context)
+    assert max_sequences(d) >= max_sequences(d, d.context + more)
+
+
+@some
+@given(deployments())
+def test_more_chips_never_hold_fewer_sequences(d):
+    d = d.change(page_size=16)
+    assert max_sequences(d.change(chips=2 * d.chips)) >= 2 * max_sequences(d)  # replicas
+    if can_split(d.model, 2 * d.tp):
+        assert max_sequences(d.change(chips=2 * d.chips, tensor_parallel=2 * d.tp)) >= max_sequences(d)
+
+
+@some
+@given(deployments())
+def test_sharing_freeing_and_smaller_values_never_take_more(d):
+    n = 7
+    plain = d.change(shared_tokens=0, sharers=0)
+    assert pool_bytes(d, n, d.context) <= pool_bytes(plain, n, d.context)
+    assert pool_bytes(d.change(free_window_pages=True), 1, d.context) <= pool_bytes(d.change(free_window_pages=False), 1, d.context)
+    small, large = d.change(kv_dtype="int8"), d.change(kv_dtype="bfloat16")
+    assert layer_page_bytes(small) < layer_page_bytes(large) < layer_page_bytes(d.change(kv_dtype="float32"))
+
+
+@some
+@given(deployments())
+def test_a_plan_of_what_fits_adds_up_and_admits_just_that(d):
+    most = max_sequences(d)
+    assume(0 < most < UNBOUNDED)
+    plan = capacity_plan(d).check()
+    assert plan.max_active_sequences * d.replicas == most
+    assert plan.unassigned_gib == pytest.approx(0, abs=1e-6)
+    if not d.shared_tokens:  # a shared prefix is spread over the reserves of those who share it
+        assert plan.largest_active_sequences == plan.max_active_sequences
+
+
+@some
+@given(deployments())
+def test_knobs_gain_what_they_say(d):
+    now = max_sequences(d)
+    for knob in knobs(d):
+        assert knob.sequences == now + knob.gained
+        assert knob.gained >= 0 or knob.name == "chips"  # another page size on TPU
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("kv_dtype", KV_BYTES)
+@pytest.mark.parametrize("K, H", [(1, 64), (4, 64), (2, 80), (1, 256), (8, 128)])
+def test_page_bytes_are_those_of_a_real_pool(platform, kv_dtype, K, H):
+    import dataclasses
+
+    config = dataclasses.replace(
+        model_shape("gemma-3-1b").config,
+        num_layers=2,
+        num_q_heads=8,
+        num_kv_heads=K,
+        head_dim=H,
+        layer_windows=(0, 0),
+        layer_ropes=(0, 0),
+    )
+    d = Deployment(shape_of(config, "small"), Chip("c", platform, 80 * GB, 1, 1), kv_dtype=kv_dtype)
+    assert d.P == default_page_size(config, platform)
+    pools = empty_pools(config, 3, d.P, kv_dtype, platform)
+    assert 2 * 3 * layer_page_bytes(d) == sum(pool.nbytes for pool in pools if pool is not None)
+
+
+def test_fewer_heads_than_devices_are_copied_and_counted():
+    one, eight, sixteen = (Deployment(SHAPES["llama-3.1-8b"], BIG, chips=n, page_size=16) for n in (1, 8, 16))
+    assert layer_page_bytes(eight) == layer_page_bytes(one) / 8  # one head a device
+    assert layer_page_bytes(sixteen) == layer_page_bytes(eight)  # no less, however many devices
+    assert (one.kv_copies, eight.kv_copies, sixteen.kv_copies) == (1, 1, 2)
+    extra = SHAPES["llama-3.1-8b"].kv_params * 2  # bytes of bf16, once more
+    assert weights_bytes(sixteen) * 16 == weights_bytes(one) + extra
+    assert decode_step(sixteen, 1).kv_bytes == 2 * decode_step(one, 1).kv_bytes
+
+
+def test_windows_limit_what_is_read_and_if_asked_what_is_kept():
+    gemma = SHAPES["gemma-3-1b"]
+    assert gemma.layer_windows.count(0) == 4 and set(gemma.layer_windows) == {0, 512}
+    d = Deployment(gemma, chip("h100"), context=32_768)
+    assert attended_tokens(d, d.context) == 4 * 32_768 + 22 * 512
+    assert pool_bytes(d, 1, d.context) == 26 * 32_768 * 1024
+    kept = d.change(free_window_pages=True)
+    assert pool_bytes(kept, 1, d.context) == (4 * 32_768 + 22 * 33 * 16) * 1024  # 512 tokens lie on at most 33 pages of 16
+    assert max_context(Deployment(SHAPES["mistral-7b"], chip("h100"), free_window_pages=True)) == UNBOUNDED
+
+
+def test_a_shared_prefix_counts_once_a_group():
+    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"), context=8192, shared_tokens=4100)
+    page = 32 * layer_page_bytes(d)
+    assert pool_bytes(d, 10, 8192) == (10 * 512 - 9 * 256) * page  # 4,100 tokens are 256 full pages
+    assert pool_bytes(d.change(sharers=5), 10, 8192) == (10 * 512 - 8 * 256) * page
+
+
+def test_the_fewest_chips_for_a_wish():
+    d = Deployment(model_shape("llama-3.1-70b"), chip("h100"))
+    assert max_sequences(d) == 0
+    chips, tp = chips_for(d, 1)
+    assert (chips, tp) == (4, 4) and fits(d.change(chips=4), 1, d.context) and not fits(d.change(chips=2), 1, d.context)
+    chips, tp = chips_for(d, 500)
+    assert fits(d.change(chips=chips, tensor_parallel=tp), 500, d.context)
+    tiny = Chip("tiny", "gpu", 1000, 1, 1)
+    assert chips_for(d.change(chip=tiny), 1) is None
+
+
+def test_prefill_time_is_flop_over_peak():
+    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"))
+    shape, T = d.model, d.context
+    flop = 2 * T * shape.body_params + 2 * shape.head_params + 32 * 4 * 32 * 128 * T * (T + 1) // 2
+    assert prefill_seconds(d) == pytest.approx(flop / 989e12)
+    assert prefill_seconds(d, cached=4096) < prefill_seconds(d)
+    assert prefill_seconds(d, tokens=1) == pytest.approx(2 * (shape.num_params - shape.embed_params) / 3350e9)  # reading weights
+
+
+def test_a_decode_step_is_no_faster_than_any_part_of_it():
+    for name, shape in SHAPES.items():
+        d = Deployment(shape, chip("h100"))
+        steps = [decode_step(d, B) for B in (1, 8, 64, 512)]
+        assert all(x.seconds <= y.seconds for x, y in zip(steps, steps[1:], strict=False)), name
+        for B, step in zip((1, 8, 64, 512), steps, strict=True):
+            assert step.weights_s >= 2 * B * (shape.active_body_params + shape.head_params) / 989e12
+            assert step.weights_bytes <= shape.weight_bytes("bfloat16") * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"chips": 0}, "chips must be at least 1, got 0"),
+        ({"context": -5}, "context must be at least 1, got -5"),
+        (
+            {"chips": 3},
+            "chips=3 .3 jax devices. cannot split num_q_heads=28 .* may be 1, 2, 4, 28, and more chips then hold replicas",
+        ),
+        ({"chips": 4, "tensor_parallel": 3}, "tensor_parallel=3 must divide the 4 jax devices"),
+        ({"memory_fraction": 1.2}, "memory_fraction must be above 0 and at most 1, got 1.2"),
+        ({"memory_fraction": math.nan}, "memory_fraction must be above 0"),
+        ({"activations_gib": math.inf}, "activations_gib must be 0 or more, got inf"),
+        ({"kv_dtype": "int4"}, "kv_dtype='int4' is not one of float32, bfloat16"),
+        ({"weights": "fp4"}, "weights='fp4' is not one of"),
+        ({"shared_tokens": 8192}, "shared_tokens=8192 must be less than context=8192"),
+        ({"sharers": 4}, "sharers=4 share nothing: give shared_tokens"),
+    ],
+)
+def test_impossible_deployments_say_what_is_possible(options, words):
+    with pytest.raises(ValueError, match=words):
+        Deployment(SHAPES["qwen2.5-7b"], chip("h100"), **options)
+
+
+def test_a_plan_of_too_much_is_refused_with_what_fits():
+    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"), sequences=60)
+    with pytest.raises(
+        ValueError, match="60 sequences of 8192 tokens do not fit on 1 h100: 51 do, and at 60 the longest context is 7008"
+    ):
+        capacity_plan(d)
+    with pytest.raises(ValueError, match="1 sequences of 8192 tokens do not fit .* 0 do"):
+        capacity_plan(Deployment(model_shape("llama-3.1-405b"), chip("h100")))
+
+
+def test_what_if_changes_what_it_names():
+    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"))
+    changed = what_if.apply(d, "context=128K, kv_dtype=int8,chips=2,device=h200,num_kv_heads=4")
+    assert (changed.context, changed.kv_dtype, changed.chips, changed.chip.name) == (131_072, "int8", 2, "h200")
+    assert changed.model.num_kv_heads == 4
+    assert what_if.apply(d, "model=gemma-3-1b,free_window_pages=true,memory_fraction=0.8").free_window_pages
+    for text, words in [
+        ("contxt=3", "'contxt=3' is no change; write KEY=VALUE with a KEY of model, device"),
+        ("context", "'context' is no change"),
+        ("context=x", "'x' is no count of tokens: write 131072 or 128K"),
+        ("context=1K,context=2K", "context is given twice"),
+        ("chips=1.5", "'1.5' is not a whole number"),
+        ("memory_fraction=much", "'much' is not a number"),
+        ("free_window_pages=maybe", "neither true nor false"),
+        ("device=h1000", "no row for device 'h1000'"),
+        ("context=0", "context must be at least 1"),
+        ("", "'' is no change"),
+    ]:
+        with pytest.raises(ValueError, match=f"--what_if={text}: .*{words}"):
+            what_if.apply(d, text)
+
+
+def test_models_come_by_name_folder_or_file(tmp_path):
+    from pathlib import Path
+
+    tiny = Path(__file__).parents[1] / "data" / "hf_tiny" / "qwen3_moe"
+    assert model_shape(str(tiny)) == model_shape(str(tiny / "config.json"))
+    assert model_shape(str(tiny)).num_experts > 1
+    with pytest.raises(ValueError, match="no model 'llama-9': give the path .* llama-2-7b"):
+        model_shape("llama-9")
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ValueError, match="'mamba' is not supported"):
+        model_shape(str(tmp_path))
+    with pytest.raises(ValueError, match="does not apply to deepseek-v3"):
+        SHAPES["deepseek-v3"].with_kv_heads(4)
+
+
+def test_presets_are_about_fifteen_and_all_plan():
+    assert len(PRESETS) >= 15
+    for name in PRESETS:
+        assert (
+            max_sequences(Deployment(model_shape(name), chip("b200"), chips=8, tensor_parallel=1, weights="int8", context=1024))
+            >= 0
+        )
