@@ -1,12 +1,17 @@
 """The engine's jitted steps: the only `jax.jit` that sees a model. Static shapes in, static shapes out.
 
-    prefill_step   a chunk of tokens for R rows -> logits of each row's last token (T 1 and R B is a decode step)
-    decode_steps   up to n tokens for every slot in one dispatch: page reservation, forward, sampling, stop, all on the device
-    first_tokens   samples from the prompt's logits
-    score_step     logits of every position, no cache
-    collect_logits, copy_rows   gather prompts' logits; copy pages and history for forks
+    step's name      function        what it does
+    prefill          prefill_step    a chunk of tokens for R rows -> logits of each row's last token
+    decode           prefill_step    the same with one token for every slot
+    decode_many      decode_many     up to n tokens for every slot in one dispatch: page reservation, forward, sampling, stop, all
+                                     on the device
+    first_tokens     first_tokens    samples from the prompts' logits
+    collect_logits   collect_logits  puts prompts' logits at their slots
+    pick_rows        pick_rows       the rows of logits that a verb was asked for
+    copy_rows        copy_rows       copies pages and history for forks
+    score            score_step      logits of every position, no cache
 
-Each counts its traces (`trace_counts`). Pages and history are donated, parameters never.
+Each counts its traces (`trace_counts`) and the time they take. Pages and history are donated, parameters never.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 
 import jax
@@ -22,22 +28,30 @@ from jax import lax
 
 from jaxkv.kv import pages
 from jaxkv.kv.pages import Ownership
-from jaxkv.kv.store import copy_pages, write_tokens
-from jaxkv.model.decoder import forward, logits
+from jaxkv.kv.state import default_page_size, empty_pools
+from jaxkv.kv.store import copy_pages
+from jaxkv.model.decoder import Cache, forward, logits
 from jaxkv.model.linear import EXACT_ROWS
 from jaxkv.sample_step import Sampled, SamplingArrays, sample
 from jaxkv.state import Static
+from pallas_kernels import write_kv
 
-# Steps a dispatch of `decode_steps` takes at most: the length of its output buffers.
+# Steps a dispatch of `decode_many` takes at most: the length of its output buffers.
 MAX_STEPS = 32
-_TRACES: collections.Counter = collections.Counter()
+_TRACES: collections.Counter[str] = collections.Counter()
+_COMPILING = {"seconds": 0.0}
 # XLA:CPU vectorises a reduction only when it may reassociate it; NaN and Inf stay honoured (docs/performance.md).
 _COMPILER_OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512, "xla_cpu_enable_fast_math": True}}
 
 
 def trace_counts() -> dict[str, int]:
-    """How often each step has been traced in this process. After warm-up no call should change it."""
+    """How often each step has been traced in this process, by the step's name. After `warmup` no call should change it."""
     return dict(_TRACES)
+
+
+def compile_seconds() -> float:
+    """Seconds this process has spent in dispatches that traced and compiled a step first."""
+    return _COMPILING["seconds"]
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +61,7 @@ class Pools:
 
     k_pages: jax.Array  # [L*C, K, P, H]
     v_pages: jax.Array  # [L*C, K, P, H]
+    kv_scales: jax.Array | None  # f32[L*C, 2, R, 128] of 8-bit pools
     history: jax.Array  # i32[B, S]
 
 
@@ -72,8 +87,8 @@ class Emitted:
 
 
 @functools.cache
-def step(name: str, platform: str):
-    """The jitted function of that name for that backend, made once."""
+def step(name: str, platform: str) -> Callable:
+    """The jitted function of that name for that backend, made once; `.lower` is that of `jax.jit`."""
     function, donated, static = _STEPS[name]
 
     @functools.wraps(function)
@@ -81,7 +96,17 @@ def step(name: str, platform: str):
         _TRACES[name] += 1
         return function(*args, **kwargs)
 
-    return jax.jit(counted, donate_argnames=donated, static_argnames=static, compiler_options=_COMPILER_OPTIONS.get(platform))
+    jitted = jax.jit(counted, donate_argnames=donated, static_argnames=static, compiler_options=_COMPILER_OPTIONS.get(platform))
+
+    def timed(*args, **kwargs):
+        before, started = _TRACES[name], time.perf_counter()
+        out = jitted(*args, **kwargs)
+        if _TRACES[name] != before:
+            _COMPILING["seconds"] += time.perf_counter() - started
+        return out
+
+    timed.lower = jitted.lower  # type: ignore[attr-defined]
+    return timed
 
 
 def prefill_step(params, pools: Pools, page_table, lengths, rows, tokens, counts, *, static: Static, all_logits: bool):
@@ -107,7 +132,7 @@ def prefill_step(params, pools: Pools, page_table, lengths, rows, tokens, counts
     return pools, logits(static.model, params, x, _operands(tokens, static))
 
 
-def decode_steps(params, loop: Loop, options: SamplingArrays, halt, num_steps, *, static: Static, looped: bool):
+def decode_many(params, loop: Loop, options: SamplingArrays, halt, num_steps, *, static: Static, looped: bool):
     """Emits up to `num_steps` (i32, at most MAX_STEPS) tokens a slot; rows in `halt` bool[B] stop before the first.
 
     looped False is one step without a loop around it: XLA:CPU hoists the conversion of every weight out of a loop, so that
@@ -148,22 +173,27 @@ def collect_logits(buffer, new, source):
     return jnp.where((source >= 0)[:, None], new[jnp.maximum(source, 0)], buffer)
 
 
+def pick_rows(logits, rows):
+    """Returns logits[rows], f32[R, V] from f32[B, V] and i32[R]."""
+    return logits.at[rows].get(mode="clip")
+
+
 def copy_rows(pools: Pools, page_src, page_dst, row_src, row_dst, *, num_layers: int):
     """Copies pages (all layers) and history rows; a destination past the end is dropped."""
     history = pools.history.at[row_dst].set(pools.history[row_src], mode="drop")
     copy = lambda a: copy_pages(a, page_src, page_dst, num_layers)
-    return Pools(copy(pools.k_pages), copy(pools.v_pages), history)
+    scales = None if pools.kv_scales is None else copy(pools.kv_scales)
+    return Pools(copy(pools.k_pages), copy(pools.v_pages), scales, history)
 
 
 def score_step(params, tokens, counts, *, static: Static):
     """Logits f32[B, T, V] of tokens i32[B, T], each row causal over itself alone; no pages."""
-    config = static.model
-    nothing = jnp.zeros((config.num_layers, config.num_kv_heads, 1, config.head_dim), jnp.float32)
-    table = jnp.zeros((tokens.shape[0], 1), jnp.int32)
-    x, _, _ = forward(
-        config, params, nothing, nothing, table, jnp.zeros_like(counts), tokens, counts, dtype=_operands(tokens, static)
-    )
-    return logits(config, params, x, _operands(tokens, static))
+    dtype, platform = _operands(tokens, static), static.platform
+    kv_dtype = "float32" if platform == "cpu" else dtype
+    pools = empty_pools(static.model, 1, default_page_size(static.model, platform), kv_dtype, platform)
+    empty = Cache(*pools, jnp.zeros((tokens.shape[0], 1), jnp.int32), jnp.zeros_like(counts))
+    x, _, _ = forward(static.model, params, empty, tokens, counts, dtype, static.kernels)
+    return logits(static.model, params, x, dtype)
 
 
 def _decode_one(params, loop: Loop, options: SamplingArrays, static: Static):
@@ -181,7 +211,7 @@ def _decode_one(params, loop: Loop, options: SamplingArrays, static: Static):
 def _emit(loop: Loop, row_logits, live, options: SamplingArrays):
     """Samples a token for every live row, appends it to the history as pending, and says who is done."""
     lengths = loop.own.lengths
-    sampled = sample(row_logits, loop.pools.history, lengths, options)
+    sampled = sample(row_logits, loop.pools.history, lengths, options, live)
     valid = live & ~sampled.failed
     B, S = loop.pools.history.shape
     column = jnp.where(valid, lengths, S)
@@ -206,20 +236,21 @@ def _operands(tokens, static: Static) -> str:
 
 def _forward(params, pools: Pools, page_table, lengths, tokens, counts, static: Static):
     """Runs the decoder and writes the new keys and values; returns (hidden, pools)."""
-    x, k, v = forward(
-        static.model, params, pools.k_pages, pools.v_pages, page_table, lengths, tokens, counts,
-        dtype=_operands(tokens, static), implementation=static.implementation,
-    )  # fmt: skip
-    write = lambda a, new: write_tokens(a, new, page_table, lengths, counts)
-    return x, Pools(write(pools.k_pages, k), write(pools.v_pages, v), pools.history)
+    cache = Cache(pools.k_pages, pools.v_pages, pools.kv_scales, page_table, lengths)
+    x, k, v = forward(static.model, params, cache, tokens, counts, _operands(tokens, static), static.kernels)
+    k_pages, v_pages, kv_scales = write_kv(
+        pools.k_pages, pools.v_pages, k, v, page_table, lengths, counts, kv_scales=pools.kv_scales, **static.kernels.options
+    )
+    return x, Pools(k_pages, v_pages, kv_scales, pools.history)
 
 
 _STEPS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "prefill": (prefill_step, ("pools",), ("static", "all_logits")),
     "decode": (prefill_step, ("pools",), ("static", "all_logits")),
-    "decode_many": (decode_steps, ("loop",), ("static", "looped")),
+    "decode_many": (decode_many, ("loop",), ("static", "looped")),
     "first_tokens": (first_tokens, ("loop",), ()),
     "collect_logits": (collect_logits, (), ()),
+    "pick_rows": (pick_rows, (), ()),
     "copy_rows": (copy_rows, ("pools",), ("num_layers",)),
     "score": (score_step, (), ("static",)),
 }

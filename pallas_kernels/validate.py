@@ -2,10 +2,148 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+
 import jax
 import jax.numpy as jnp
 
-_POOL_DTYPES = ("float32", "bfloat16", "float16", "uint16")
+from pallas_kernels.dispatch import Choice
+from pallas_kernels.heads import LANES, heads_packed, scales_shape
+from pallas_kernels.quantise import HELD_AS_BITS, has_scales
+
+_POOL_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", *HELD_AS_BITS)
+_INT32_RANGE = 2**31
+# Rows of a TPU tile by bytes a value: a page of fewer is padded in memory, and a copy of it is no longer one transfer.
+_TPU_TILE_ROWS = {4: 8, 2: 16, 1: 32}
+
+
+def check_attention(
+    q, k_pages, v_pages, kv_scales, page_table, lengths, chunk_lengths, k_new, v_new, sinks, *, page_offset, scale, window, soft_cap
+) -> None:
+    """Checks shapes, dtypes and options of one call; `q` is `[B, T, K, G, H]` here (T 1 for decode)."""
+    if len(q.shape) != 5:
+        raise ValueError(f"q has shape {tuple(q.shape)}, expected [B, K, G, H] for decode or [B, T, K, G, H] for prefill")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"q must be floating point, got {q.dtype}")
+    B, T, K, G, H = q.shape
+    _check_pool(k_pages, v_pages, kv_scales, K, H)
+    _check_rows(B, k_pages.shape[2], page_table, lengths, chunk_lengths)
+    if (k_new is None) != (v_new is None):
+        raise ValueError("k_new and v_new go together: give both or neither")
+    for name, new in (("k_new", k_new), ("v_new", v_new)):
+        if new is not None:
+            _expect(name, new, (B, T, K, H))
+            _expect_floating(name, new)
+    if sinks is not None:
+        _expect("sinks", sinks, (K, G))
+        _expect_floating("sinks", sinks)
+    _expect_number("scale", scale)
+    if soft_cap is not None:
+        _expect_number("soft_cap", soft_cap)
+        if not soft_cap > 0:
+            raise ValueError(f"soft_cap must be positive or None, got {soft_cap}")
+    _expect_whole_number("page_offset", page_offset)
+    _expect_whole_number("window", window)
+    if not isinstance(window, jax.core.Tracer) and window < 0:
+        raise ValueError(f"window must be 0 (no window) or a positive number of tokens, got {window}")
+
+
+def check_write(k_pages, v_pages, kv_scales, k_new, v_new, page_table, lengths, chunk_lengths, *, page_offset) -> None:
+    """Checks one call of write_kv; k_new is `[L, B, T, K, H]` here."""
+    if len(k_new.shape) != 5:
+        raise ValueError(f"k_new has shape {tuple(k_new.shape)}, expected [L, B, T, K, H], or [B, T, K, H] for one layer")
+    L, B, T, K, H = k_new.shape
+    _expect("v_new", v_new, k_new.shape)
+    _expect_floating("k_new", k_new)
+    _expect_floating("v_new", v_new)
+    _check_pool(k_pages, v_pages, kv_scales, K, H)
+    if L == 0 or k_pages.shape[0] % L:
+        raise ValueError(f"a pool of {k_pages.shape[0]} pages does not divide into the L={L} layers of k_new")
+    _check_rows(B, k_pages.shape[2], page_table, lengths, chunk_lengths)
+    _expect_whole_number("page_offset", page_offset)
+
+
+def check_platform(choice: Choice, k_pages) -> None:
+    """Checks what only the chosen implementation asks of a pool, with the reason.
+
+    Raises:
+      ValueError: the implementation cannot run on this pool.
+    """
+    if not choice.is_pallas:
+        return
+    dtype, (_, _, P, H) = k_pages.dtype, k_pages.shape
+    if dtype.name in HELD_AS_BITS and not choice.interpret:
+        raise ValueError(
+            f"implementation {choice.name!r} takes no {dtype} pool: bits held as integers are for XLA:CPU; give it "
+            f"{jnp.dtype(HELD_AS_BITS[dtype.name])}"
+        )
+    if choice.name == "pallas_tpu":
+        _check_tpu(choice, dtype, P, H)
+    if choice.name == "pallas_gpu":
+        _check_gpu(choice, k_pages)
+
+
+def _check_tpu(choice: Choice, dtype, P: int, H: int) -> None:
+    if dtype == jnp.float16 and not choice.interpret:
+        raise ValueError(f"implementation {choice.name!r} takes no float16 pool: Mosaic cannot load it on a TPU; give it bfloat16")
+    rows = _TPU_TILE_ROWS[dtype.itemsize]
+    if P % rows:
+        raise ValueError(
+            f"page_size {P} of a {dtype} pool must be a multiple of {rows} for {choice.name!r}: a TPU holds {dtype} in tiles of "
+            f"({rows}, {LANES}), and a page must be whole tiles to be copied as it lies"
+        )
+    if H % LANES and not choice.interpret:
+        raise ValueError(
+            f"k_pages has head_dim {H}, which must be a multiple of {LANES} lanes for {choice.name!r}: XLA would lay such a pool out "
+            f"transposed and copy it on every call; pool_heads(K, H, 'tpu') says how to pad or pair heads"
+        )
+
+
+def _check_gpu(choice: Choice, k_pages) -> None:
+    size = math.prod(k_pages.shape) * k_pages.dtype.itemsize
+    if k_pages.dtype.itemsize == 1 and _INT32_RANGE < size <= 2 * _INT32_RANGE:
+        raise ValueError(
+            f"k_pages and v_pages have {size:,} bytes each, and Triton addresses an array of 1-byte values and 2 to 4 GiB with "
+            f"offsets of 32 bits and a sign: {choice.name!r} takes at most {_INT32_RANGE:,} bytes, or more than {2 * _INT32_RANGE:,}"
+        )
+
+
+def _check_pool(k_pages, v_pages, kv_scales, K: int, H: int) -> None:
+    if len(k_pages.shape) != 4:
+        raise ValueError(f"k_pages has shape {tuple(k_pages.shape)}, expected [L*C, K, P, H]")
+    rows, heads, P, dim = k_pages.shape
+    if heads == 0 or not heads_packed(K, H, heads, dim):
+        raise ValueError(
+            f"k_pages has shape {tuple(k_pages.shape)}, expected (any, {K}, any, {H}) for {K} heads of {H}, a last axis of more than "
+            f"{H} (padded heads), or (any, {K}/n, any, n*{H}) (n heads side by side)"
+        )
+    _expect("v_pages", v_pages, k_pages.shape)
+    if k_pages.dtype != v_pages.dtype or str(k_pages.dtype) not in _POOL_DTYPES:
+        raise TypeError(f"k_pages is {k_pages.dtype} and v_pages {v_pages.dtype}: both must be one of {', '.join(_POOL_DTYPES)}")
+    if has_scales(k_pages.dtype):
+        if kv_scales is None:
+            raise ValueError(f"a {k_pages.dtype} pool needs kv_scales, f32 {scales_shape(rows, heads, P)}")
+        _expect("kv_scales", kv_scales, scales_shape(rows, heads, P))
+        if kv_scales.dtype != jnp.float32:
+            raise TypeError(f"kv_scales must be float32, got {kv_scales.dtype}")
+    elif kv_scales is not None:
+        raise ValueError(f"kv_scales goes with 8-bit pools, and k_pages is {k_pages.dtype}")
+
+
+def _check_rows(B: int, P: int, page_table, lengths, chunk_lengths) -> None:
+    _expect("page_table", page_table, (B, None))
+    _expect("lengths", lengths, (B,))
+    if chunk_lengths is not None:
+        _expect("chunk_lengths", chunk_lengths, (B,))
+    for name, array in (("page_table", page_table), ("lengths", lengths), ("chunk_lengths", chunk_lengths)):
+        if array is not None and array.dtype != jnp.int32:
+            raise TypeError(f"{name} must be int32, got {array.dtype}")
+    if page_table.shape[1] * P >= _INT32_RANGE:
+        raise ValueError(
+            f"a row of {page_table.shape[1]:,} pages of {P} has positions past int32: {page_table.shape[1] * P:,} of at most "
+            f"{_INT32_RANGE - 1:,}"
+        )
 
 
 def _expect(name: str, array, shape: tuple) -> None:
@@ -15,9 +153,15 @@ def _expect(name: str, array, shape: tuple) -> None:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, expected ({wanted})")
 
 
-def _expect_int32(name: str, array) -> None:
-    if array.dtype != jnp.int32:
-        raise TypeError(f"{name} must be int32, got {array.dtype}")
+def _expect_floating(name: str, array) -> None:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {array.dtype}")
+
+
+def _expect_number(name: str, value) -> None:
+    """Raises unless `value` is a number known now: it is compiled into the kernel."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a plain number, got {type(value).__name__}; it is static, part of the compiled code")
 
 
 def _expect_whole_number(name: str, value) -> None:
@@ -28,36 +172,3 @@ def _expect_whole_number(name: str, value) -> None:
         raise TypeError(f"{name} must be one whole number, got {type(value).__name__} {value!r}")
     if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{name} must be one whole number, got {value.dtype} of shape {value.shape}")
-
-
-def validate(q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new, *, page_offset, window, soft_cap) -> None:
-    """Checks shapes, dtypes and options of one call; `q` is `[B, T, K, G, H]` here (T 1 for decode)."""
-    if len(q.shape) != 5:
-        raise ValueError(f"q has shape {tuple(q.shape)}, expected [B, K, G, H] for decode or [B, T, K, G, H] for prefill")
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise TypeError(f"q must be floating point, got {q.dtype}")
-    B, T, K, G, H = q.shape
-    if len(k_pages.shape) != 4:
-        raise ValueError(f"k_pages has shape {tuple(k_pages.shape)}, expected [L*C, K, P, H]")
-    _expect("k_pages", k_pages, (None, K, None, H))
-    _expect("v_pages", v_pages, k_pages.shape)
-    if k_pages.dtype != v_pages.dtype or str(k_pages.dtype) not in _POOL_DTYPES:
-        raise TypeError(f"k_pages is {k_pages.dtype} and v_pages {v_pages.dtype}: both must be one of {', '.join(_POOL_DTYPES)}")
-    _expect("page_table", page_table, (B, None))
-    _expect("lengths", lengths, (B,))
-    _expect_int32("page_table", page_table)
-    _expect_int32("lengths", lengths)
-    if chunk_lengths is not None:
-        _expect("chunk_lengths", chunk_lengths, (B,))
-        _expect_int32("chunk_lengths", chunk_lengths)
-    if (k_new is None) != (v_new is None):
-        raise ValueError("k_new and v_new go together: give both or neither")
-    if k_new is not None:
-        _expect("k_new", k_new, (B, T, K, H))
-        _expect("v_new", v_new, (B, T, K, H))
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be positive or None, got {soft_cap}")
-    _expect_whole_number("page_offset", page_offset)
-    _expect_whole_number("window", window)
-    if not isinstance(window, jax.core.Tracer) and window < 0:
-        raise ValueError(f"window must be 0 (no window) or a positive number of tokens, got {window}")

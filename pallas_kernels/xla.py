@@ -1,66 +1,102 @@
 """Paged attention in plain XLA: an online softmax over blocks of pages, fast on CPU and right everywhere.
 
 The loop's trip count is data: it runs from the first block that any row's window reaches to the last block that any row fills,
-so its cost follows the tokens there are and not the table. Tokens of this call (`k_new`) enter as one more block, unwritten.
+so its cost follows the tokens there are and not the table. A chunk's own tokens (`k_new`) enter as one more block, unwritten.
+Keys of 8 bits are not dequantised: a scale multiplies scores. So do those of values with probabilities where a row has one query.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quantise import dequantise, from_pool, has_scales, value_dtype
+
 # Tokens a loop step gathers. Decode: 128 keep a block of keys and values of one head in L2 (docs/performance.md); a chunk of
 # queries amortises a longer block.
-_DECODE_BLOCK = 128
-_PREFILL_BLOCK = 512
+DECODE_BLOCK = 128
+PREFILL_BLOCK = 512
 # Stands in for -inf: finite, so that differences of two of them are 0 and not NaN, also under fast math.
 _MASKED = -1e30
 # A variadic reduce multiplies a block by up to this many query heads in one pass over it.
 _REDUCE_GROUP = 8
 
 
-def attend(
-    q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new, *, page_offset, scale, window, soft_cap
-):  # q [B, T, K, G, H] -> o [B, T, K, G, H], lse f32[B, T, K, G]
-    B, T, K, G, H = q.shape
+def decode(
+    q, k_pages, v_pages, kv_scales, page_table, lengths, starts, page_offset,
+    *, scale, soft_cap, interpret=False, block_sizes=None, device=None,
+):  # fmt: skip  # q [B, K, G, H], starts i32[B] -> o f32[B, K, G, H], lse f32[B, K, G]
+    """Returns attention of one query a row over keys [starts, lengths), and its log-sum-exp."""
+    del interpret, device
+    options = _Options(scale, soft_cap, jnp.dtype(jnp.float32))  # few rows: XLA:CPU is faster in f32 than in 16 bits
+    pools = (k_pages, v_pages, kv_scales)
+    carry = _empty(q[:, None])
+    carry = _attend_pages(carry, q[:, None], pools, page_table, lengths, starts[:, None], page_offset, options, block_sizes)
+    o, lse = _finish(carry)
+    return o[:, 0], lse[:, 0]
+
+
+def prefill(
+    q, k_pages, v_pages, kv_scales, page_table, lengths, chunk_lengths, k_new, v_new, window, page_offset,
+    *, scale, soft_cap, interpret=False, block_sizes=None, device=None,
+):  # fmt: skip  # q [B, T, K, G, H], k_new [B, T, K, H] -> o [B, T, K, G, H], lse f32[B, T, K, G]
+    """Returns causal attention of a chunk over its row's pages and itself, and its log-sum-exp."""
+    del interpret, device
+    options = _Options(scale, soft_cap, _dot_dtype(q.dtype, k_pages.dtype))
+    positions = lengths[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)  # [B, T]
+    starts = jnp.where(window > 0, jnp.maximum(positions - window + 1, 0), 0)  # first key each query sees
+    pools = (k_pages, v_pages, kv_scales)
+    carry = _attend_pages(_empty(q), q, pools, page_table, lengths, starts, page_offset, options, block_sizes)
+    o, lse = _finish(_attend_chunk(carry, q, k_new, v_new, chunk_lengths, window, options))
+    return o.astype(q.dtype), lse
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    scale: float
+    soft_cap: float | None
+    dot_dtype: jnp.dtype  # of the operands of products with many rows
+
+
+def _dot_dtype(q_dtype, pool_dtype):
+    """bf16 holds what any pool can hold, to its tolerance; f16 overflows on bf16's and underflows on values times scales."""
+    if q_dtype == jnp.float16 and (has_scales(pool_dtype) or value_dtype(pool_dtype) != jnp.float16):
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(q_dtype)
+
+
+def _attend_pages(carry, q, pools, page_table, lengths, starts, page_offset, options, block_sizes):
+    """Adds keys [starts[b, t], lengths[b]) of each row's pages, block by block."""
+    k_pages, v_pages, kv_scales = pools
     P = k_pages.shape[2]
-    pages_per_block = max(1, (_DECODE_BLOCK if T == 1 else _PREFILL_BLOCK) // P)
+    tokens = DECODE_BLOCK if q.shape[1] == 1 else PREFILL_BLOCK
+    pages_per_block = (block_sizes and block_sizes.pages_per_block) or max(1, tokens // P)
     block = pages_per_block * P
     table = _pad_columns(page_table, pages_per_block)
-    first_query = lengths if k_new is not None else lengths - 1
-    positions = first_query[:, None] + jnp.arange(T, dtype=jnp.int32)  # [B, T]
-    starts = jnp.where(window > 0, jnp.maximum(positions - window + 1, 0), 0)  # first key each query sees
 
     def body(i, carry):
         columns = i * pages_per_block + jnp.arange(pages_per_block, dtype=jnp.int32)
         # Stale columns (past the row, behind its window) become the null page: only pages the row has are read.
         live = (columns * P < lengths[:, None]) & ((columns + 1) * P > starts[:, :1])
         ids = jnp.where(live, lax.dynamic_slice_in_dim(table, i * pages_per_block, pages_per_block, 1), 0) + page_offset
-        keys, values = _gather(k_pages, ids), _gather(v_pages, ids)  # [B, n, K, P, H]
-        key_positions = i * block + jnp.arange(block, dtype=jnp.int32)
+        keys, values = _tokens(_gather(k_pages, ids)), _tokens(_gather(v_pages, ids))  # [B, K, block, H]
+        scales = None if kv_scales is None else _gather_scales(kv_scales, ids, *k_pages.shape[1:3])
+        at = i * block + jnp.arange(block, dtype=jnp.int32)
         # What no query of the row can see may hold NaN: unwritten slots, and the null page in place of pages behind the window.
-        seen = (key_positions < lengths[:, None]) & (key_positions >= starts[:, :1])  # [B, block]
-        visible = seen[:, None] & (key_positions >= starts[:, :, None]) & (key_positions <= positions[:, :, None])
-        return _update(carry, q, _tokens(keys), _tokens(values), seen, visible, scale, soft_cap)
+        seen = (at < lengths[:, None]) & (at >= starts[:, :1])  # [B, block]
+        visible = seen[:, None] & (at >= starts[:, :, None])
+        return _update(carry, q, keys, values, scales, seen, visible, options)
 
-    carry = (
-        jnp.full((B, K, T, G), _MASKED, jnp.float32),
-        jnp.zeros((B, K, T, G), jnp.float32),
-        jnp.zeros((B, K, T, G, H), jnp.float32),
-    )
-    first = jnp.min(jnp.where(lengths > 0, starts[:, 0], jnp.iinfo(jnp.int32).max)) // block
-    last = (jnp.max(lengths) + block - 1) // block
-    carry = lax.fori_loop(first, last, body, carry)
-    if k_new is not None:
-        carry = _attend_chunk(carry, q, k_new, v_new, chunk_lengths, window, scale, soft_cap)
-    m, total, o = carry
-    alive = total > 0
-    o = jnp.where(alive[..., None], o / jnp.where(alive, total, 1.0)[..., None], 0.0)
-    lse = jnp.where(alive, m + jnp.log(jnp.where(alive, total, 1.0)), -jnp.inf)
-    return jnp.moveaxis(o, 2, 1).astype(q.dtype), jnp.moveaxis(lse, 2, 1)
+    some = starts[:, 0] < lengths
+    first = jnp.min(jnp.where(some, starts[:, 0], jnp.iinfo(jnp.int32).max)) // block
+    last = (jnp.max(jnp.where(some, lengths, 0)) + block - 1) // block
+    return lax.fori_loop(first, last, body, carry)
 
 
-def _attend_chunk(carry, q, k_new, v_new, chunk_lengths, window, scale, soft_cap):
+def _attend_chunk(carry, q, k_new, v_new, chunk_lengths, window, options):
     """Adds the chunk's own keys and values, in blocks where the chunk is long."""
     T = q.shape[1]
     tokens = jnp.arange(T, dtype=jnp.int32)
@@ -71,46 +107,73 @@ def _attend_chunk(carry, q, k_new, v_new, chunk_lengths, window, scale, soft_cap
         key_tokens = start + jnp.arange(size, dtype=jnp.int32)
         exists = key_tokens[None] < chunk_lengths[:, None]
         distance = tokens[:, None] - key_tokens[None]
-        seen = (distance >= 0) & ((window == 0) | (distance < window))
-        visible = exists[:, None] & seen[None]
-        return _update(carry, q, jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2), exists, visible, scale, soft_cap)
+        near = (distance >= 0) & ((window == 0) | (distance < window))
+        visible = exists[:, None] & near[None]
+        return _update(carry, q, jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2), None, exists, visible, options)
 
-    if T <= _PREFILL_BLOCK:
+    if T <= PREFILL_BLOCK:
         return add(carry, 0, T)
-    whole = T // _PREFILL_BLOCK
-    carry = lax.fori_loop(0, whole, lambda i, c: add(c, i * _PREFILL_BLOCK, _PREFILL_BLOCK), carry)
-    return add(carry, whole * _PREFILL_BLOCK, T - whole * _PREFILL_BLOCK) if T % _PREFILL_BLOCK else carry
+    whole = T // PREFILL_BLOCK
+    carry = lax.fori_loop(0, whole, lambda i, c: add(c, i * PREFILL_BLOCK, PREFILL_BLOCK), carry)
+    return add(carry, whole * PREFILL_BLOCK, T - whole * PREFILL_BLOCK) if T % PREFILL_BLOCK else carry
 
 
-def _update(carry, q, keys, values, seen, visible, scale, soft_cap):
+def _empty(q):
+    B, T, K, G, H = q.shape
+    return (
+        jnp.full((B, K, T, G), _MASKED, jnp.float32),  # running maximum
+        jnp.zeros((B, K, T, G), jnp.float32),  # sum of weights
+        jnp.zeros((B, K, T, G, H), jnp.float32),
+    )
+
+
+def _finish(carry):  # -> o f32[B, T, K, G, H], lse f32[B, T, K, G]
+    m, total, o = carry
+    alive = total > 0
+    total = jnp.where(alive, total, 1.0)
+    o = jnp.where(alive[..., None], o / total[..., None], 0.0)
+    lse = jnp.where(alive, m + jnp.log(total), -jnp.inf)
+    return jnp.moveaxis(o, 2, 1), jnp.moveaxis(lse, 2, 1)
+
+
+def _update(carry, q, keys, values, scales, seen, visible, options):
     """One step of the online softmax (arXiv:2205.14135, with f32 state).
 
-    keys, values [B, K, S, H]; seen bool[B, S] what the row's queries may see between them; visible bool[B, T, S] what each may see.
+    keys, values [B, K, S, H]; scales f32[2, B, K, S] of 8-bit ones; seen bool[B, S] what the row's queries may see between them;
+    visible bool[B, T, S] what each may see.
     """
     m, total, o = carry  # [B, K, T, G], [B, K, T, G], [B, K, T, G, H]
-    scores = _scores(q, keys) * scale  # f32[B, K, T, G, S]
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = _scores(q, keys, options.dot_dtype) * options.scale  # f32[B, K, T, G, S]
+    if scales is not None:
+        scores = scores * scales[0][:, :, None, None]
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     visible = visible[:, None, :, None, :]
     scores = jnp.where(visible, scores, _MASKED)
     m_new = jnp.maximum(m, jnp.max(scores, -1))
     weights = jnp.where(visible, jnp.exp(scores - m_new[..., None]), 0.0)
     decay = jnp.exp(m - m_new)
-    # 0 * NaN is NaN: what nobody sees is taken out of the values too, not only out of the scores.
+    total = total * decay + jnp.sum(weights, -1)
+    # 0 * NaN is NaN: what nobody sees is taken out of the values and their scales too, not only out of the scores.
     values = jnp.where(seen[:, None, :, None], values, jnp.zeros((), values.dtype))
-    o = o * decay[..., None] + _weighted(weights, values, q.dtype)
-    return m_new, total * decay + jnp.sum(weights, -1), o
+    if scales is not None:
+        v_scale = jnp.where(seen[:, None], scales[1], 0.0)
+        if q.shape[1] == 1:
+            weights = weights * v_scale[:, :, None, None]
+        else:  # a chunk has more scores than its pages have numbers; for these XLA:CPU would also compute every exp twice
+            values = dequantise(values, v_scale)
+    return m_new, total, o * decay[..., None] + _weighted(weights, values, options.dot_dtype)
 
 
-def _scores(q, keys):  # q [B, T, K, G, H], keys [B, K, S, H] -> f32[B, K, T, G, S]
+def _scores(q, keys, dtype):  # q [B, T, K, G, H], keys [B, K, S, H] -> f32[B, K, T, G, S]
     B, T, K, G, H = q.shape
     if T > 1:
         q = jnp.moveaxis(q, 2, 1).reshape(B, K, T * G, H)
-        return _dot(q, keys, q.dtype, "bkrh,bksh->bkrs").reshape(B, K, T, G, keys.shape[2])
+        return _dot(q, keys, dtype, "bkrh,bksh->bkrs").reshape(B, K, T, G, keys.shape[2])
     # XLA:CPU turns one variadic reduce into one vectorised pass over the keys for all heads of a group; a batched dot with few
     # rows becomes a scalar loop (docs/performance.md).
     q, keys = q[:, 0].astype(jnp.float32), keys.astype(jnp.float32)
-    rows = []
+    rows: list[jax.Array] = []
     for g in range(0, G, _REDUCE_GROUP):
         heads = range(g, min(G, g + _REDUCE_GROUP))
         products = tuple(keys * q[:, :, h, None, :] for h in heads)
@@ -136,12 +199,18 @@ def _tokens(pages):  # [B, n, K, P, H] -> [B, K, n*P, H]
     return jnp.moveaxis(pages, 2, 1).reshape(B, K, n * P, H)
 
 
-def _gather(pages, ids):
-    """Pages by id, as floats. uint16 pools hold bf16 bits: XLA:CPU would upcast a bf16 pool whole, every step."""
-    picked = pages.at[ids].get(mode="clip")
-    if picked.dtype == jnp.uint16:
-        return lax.bitcast_convert_type(picked.astype(jnp.uint32) << 16, jnp.float32)
-    return picked
+def _gather(pages, ids):  # [L*C, K, P, H], [B, n] -> [B, n, K, P, H]
+    return from_pool(pages.at[ids].get(mode="clip"))
+
+
+def _gather_scales(kv_scales, ids, K, P):  # f32[L*C, 2, R, 128], [B, n] -> f32[2, B, K, n*P]
+    picked = kv_scales.at[ids].get(mode="clip")
+    B, n = ids.shape
+    picked = picked.reshape(B, n, 2, -1)[..., : K * P].reshape(B, n, 2, K, P)
+    scales = jnp.moveaxis(picked, (2, 0, 3), (0, 1, 2)).reshape(2, B, K, n * P)
+    # XLA:CPU would gather a scale anew for every score it multiplies. It drops a barrier late, but fuses no concatenate.
+    half = n * P // 2
+    return jnp.concatenate(lax.optimization_barrier((scales[..., :half], scales[..., half:])), -1)
 
 
 def _pad_columns(table, multiple: int):

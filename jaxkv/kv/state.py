@@ -1,9 +1,10 @@
 """The KV state: two page pools on the device, and who owns which page on the host.
 
     KVState
-      k_pages, v_pages   [L*C, K, P, H]   all layers in one flat pool: layer l's page c is row l*C + c; on CPU, bf16 pools
-                                          are held as their bits in uint16 (docs/performance.md)
-      kv_scales          None             scales of 8-bit pools will live here
+      k_pages, v_pages   [L*C, K, P, H]   all layers in one flat pool: layer l's page c is row l*C + c; on TPU heads are padded
+                                          or paired to 128 lanes (pallas_kernels.pool_heads); on CPU bf16 and fp8 pools are held
+                                          as their bits in unsigned integers (docs/performance.md)
+      kv_scales          f32[L*C, 2, R, 128], the scales of 8-bit pools (pallas_kernels.scales_shape); else None
       own                Ownership        page_table i32[B, M], lengths i32[B], refcounts i32[C]
 
 A model whose layers all see the same tokens has one KVState. Layers that see only a window could form a second group with a C,
@@ -17,12 +18,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxkv.buckets import most_written_tokens
 from jaxkv.config import ModelConfig
 from jaxkv.kv import pages
 from jaxkv.kv.pages import Ownership
-from jaxkv.model.linear import stored_dtype
+from pallas_kernels import HELD_AS_BITS, has_scales, pool_heads, scales_shape
 
-KV_DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 _INT32_RANGE = 2**31  # non-negative int32 numbers
 
 
@@ -58,8 +60,8 @@ class KVState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the two pools."""
-        return self.k_pages.nbytes + self.v_pages.nbytes
+        """Bytes of the two pools and their scales."""
+        return sum(a.nbytes for a in (self.k_pages, self.v_pages, self.kv_scales) if a is not None)
 
 
 def empty_kv(
@@ -70,15 +72,33 @@ def empty_kv(
         raise ValueError(f"kv_dtype={dtype!r} is not one of {', '.join(KV_DTYPES)}")
     rows = config.num_layers * num_pages
     vectors = rows * config.num_kv_heads * page_size
-    # A write sends what it drops to page indices past the pool's end, one a token and layer (kv/store.py): at most the larger of
-    # one token of every slot and one slot's whole history, padded to a power of two.
-    spare = config.num_layers * max(num_slots, 2 * pages_per_slot * page_size)
+    # A write sends what it drops to page indices past the pool's end, one a token and layer of its dispatch (kv/store.py).
+    spare = config.num_layers * most_written_tokens(num_slots, pages_per_slot * page_size)
     if vectors + spare > _INT32_RANGE:
         raise ValueError(
             f"num_layers={config.num_layers} * {num_pages=} * num_kv_heads={config.num_kv_heads} * {page_size=} = {vectors:,}"
-            f" vectors of the pool and {spare:,} indices to spare for the longest write do not fit int32: {vectors + spare:,} of at"
+            f" vectors of the pool and {spare:,} indices to spare for the largest write do not fit int32: {vectors + spare:,} of at"
             f" most {_INT32_RANGE:,}; use fewer pages"
         )
-    shape = (rows, config.num_kv_heads, page_size, config.head_dim)
-    make = lambda: jnp.zeros(shape, stored_dtype(dtype, platform))
-    return KVState(make(), make(), None, pages.empty(num_slots, pages_per_slot, num_pages, page_size))
+    k_pages, v_pages, kv_scales = empty_pools(config, num_pages, page_size, dtype, platform)
+    return KVState(k_pages, v_pages, kv_scales, pages.empty(num_slots, pages_per_slot, num_pages, page_size))
+
+
+def empty_pools(
+    config: ModelConfig, num_pages: int, page_size: int, dtype: str, platform: str
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns zeroed (k_pages, v_pages, kv_scales) of `num_pages` pages a layer, in the form a backend wants them."""
+    rows = config.num_layers * num_pages
+    heads, head_dim = pool_heads(config.num_kv_heads, config.head_dim, platform)
+    bits = {jnp.dtype(value).name: held for held, value in HELD_AS_BITS.items()} if platform == "cpu" else {}
+    make = lambda: jnp.zeros((rows, heads, page_size, head_dim), bits.get(dtype, dtype))
+    scales = jnp.zeros(scales_shape(rows, heads, page_size), jnp.float32) if has_scales(dtype) else None
+    return make(), make(), scales
+
+
+def default_page_size(config: ModelConfig, platform: str) -> int:
+    """Tokens a page. A TPU copies whole pages, so that they should be large: a page of one head has half the bytes of two."""
+    if platform != "tpu":
+        return 16
+    heads, _ = pool_heads(config.num_kv_heads, config.head_dim, platform)
+    return 256 if heads == 1 else 128

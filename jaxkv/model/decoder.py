@@ -2,75 +2,91 @@
 
 The layers of a segment are one body under `lax.scan`. No layer writes to the KV pool: each reads its pages at
 `page_offset = layer * C`, takes the new tokens' keys and values as a term of their own, and hands them out as scan outputs, so
-that one scatter after the scan writes them all (`jaxkv.kv.store`).
+that one write after the scan stores them all (`pallas_kernels.write_kv`).
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.config import ModelConfig
 from jaxkv.model.layers import mixture, mlp, rms_norm, rope_tables, rotate
-from pallas_kernels import paged_decode, paged_prefill
+from jaxkv.model.linear import Experts
+from jaxkv.model.params import stacks
+from pallas_kernels import DEVICES, DeviceSpec, default_device, device_spec, paged_decode, paged_prefill
 
 
-def forward(
-    config: ModelConfig,
-    params,
-    k_pages,
-    v_pages,
-    page_table,
-    lengths,
-    tokens,
-    chunk_lengths,
-    *,
-    dtype="float32",
-    implementation=None,
-):
-    """Runs `tokens` i32[B, T] behind the `lengths` i32[B] tokens already in the pages.
+class Cache(NamedTuple):
+    """The pages that come before a call's tokens, for all layers."""
+
+    k_pages: jax.Array  # [L*C, K, P, H]
+    v_pages: jax.Array  # [L*C, K, P, H]
+    kv_scales: jax.Array | None  # f32[L*C, 2, R, 128] of 8-bit pools
+    page_table: jax.Array  # i32[B, M]
+    lengths: jax.Array  # i32[B] tokens stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Which attention runs, and what it is built for: the static options of `pallas_kernels`."""
+
+    implementation: str | None = None  # None: the device's
+    interpret: bool = False
+    device: DeviceSpec = DEVICES["cpu"]
+
+    @classmethod
+    def here(cls, platform: str, implementation: str | None = None, interpret: bool = False) -> Kernels:
+        """For the device that jax has on this platform; for a modest one of its kind where nobody described it."""
+        try:
+            device = device_spec(jax.devices(platform)[0].device_kind)
+        except ValueError:
+            device = default_device(platform)
+        return cls(implementation, interpret, device)
+
+    @property
+    def options(self) -> dict:
+        """As keyword arguments of an op."""
+        return {"implementation": self.implementation, "interpret": self.interpret, "device": self.device}
+
+
+def forward(config: ModelConfig, params, cache: Cache, tokens, chunk_lengths, dtype: str, kernels: Kernels):
+    """Runs `tokens` i32[B, T], of which chunk_lengths i32[B] count, behind the tokens in the cache.
 
     Returns hidden f32[B, T, D] (before the final norm) and the new keys and values, f32[L, B, T, K, H] each, not yet written.
     """
-    B, T = tokens.shape
-    pages_per_layer = k_pages.shape[0] // config.num_layers
-    positions = lengths[:, None] + jnp.arange(T, dtype=jnp.int32)
+    pages_per_layer = cache.k_pages.shape[0] // config.num_layers
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     cos, sin = rope_tables(config, positions)
     with jax.named_scope("embed"):
         x = params["embed"].take(tokens) * jnp.float32(config.embed_scale)
+    valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < chunk_lengths[:, None]
 
-    def layer(moe: bool):
+    def layer(first: int, experts):
         def body(x, per_layer):
             w, index, window, kind = per_layer
-            attend = lambda q, k, v: _attend(
-                config,
-                q,
-                k,
-                v,
-                k_pages,
-                v_pages,
-                page_table,
-                lengths,
-                chunk_lengths,
-                index * pages_per_layer,
-                window,
-                dtype,
-                implementation,
-            )
-            return _layer(config, w, x, cos[kind], sin[kind], attend, moe, dtype)
+            w = w | {name: stack.of_layer(index - first) for name, stack in experts.items()}
+            options = kernels.options | {"page_offset": index * pages_per_layer, "window": window}
+            attend = lambda q, k, v: _attend(config, q, k, v, cache, chunk_lengths, dtype, options)
+            mix = (lambda w, x: mixture(config, w, x, dtype, valid)) if experts else (lambda w, x: mlp(config, w, x, dtype))
+            return _layer(config, w, x, cos[kind], sin[kind], attend, mix, dtype)
 
         return body
 
     keys, values = [], []
-    for (moe, first, stop), w in zip(config.segments(), params["layers"], strict=True):
+    for (first, stop), w in zip(stacks(config, kernels.device.platform), params["layers"], strict=True):
         span = slice(first, stop)
+        experts = {name: product for name, product in w.items() if isinstance(product, Experts)}
         per_layer = (
-            w,
+            {name: product for name, product in w.items() if name not in experts},
             jnp.arange(first, stop, dtype=jnp.int32),
             jnp.asarray(config.layer_windows[span], jnp.int32),
             jnp.asarray(config.layer_ropes[span], jnp.int32),
         )
-        x, (k, v) = jax.lax.scan(layer(moe), x, per_layer)
+        x, (k, v) = jax.lax.scan(layer(first, experts), x, per_layer)
         keys.append(k)
         values.append(v)
     return x, jnp.concatenate(keys), jnp.concatenate(values)
@@ -84,7 +100,7 @@ def logits(config: ModelConfig, params, hidden, dtype: str = "float32"):
         return y if config.final_soft_cap is None else config.final_soft_cap * jnp.tanh(y / config.final_soft_cap)
 
 
-def _layer(config, w, x, cos, sin, attend, moe, dtype):
+def _layer(config, w, x, cos, sin, attend, mix, dtype):
     before = config.norm_placement in ("pre", "both")
     after = config.norm_placement in ("post", "both")
     norm = lambda name, y: rms_norm(y, w[name], config.norm_eps)
@@ -93,7 +109,7 @@ def _layer(config, w, x, cos, sin, attend, moe, dtype):
         o = w["o"](attend(q, k, v).reshape(*x.shape[:-1], -1), dtype)
         x = x + (norm("post_attn_norm", o) if after else o)
     with jax.named_scope("mlp"):
-        h = (mixture if moe else mlp)(config, w, norm("mlp_norm", x) if before else x, dtype)
+        h = mix(w, norm("mlp_norm", x) if before else x)
         x = x + (norm("post_mlp_norm", h) if after else h)
     return x, (k, v)
 
@@ -111,17 +127,12 @@ def _qkv(config, w, x, cos, sin, dtype):  # x [B, T, D] -> q [B, T, K, G, H], k 
     return q.reshape(B, T, K, N // K, H), k, v.reshape(B, T, K, H)
 
 
-def _attend(config, q, k, v, k_pages, v_pages, page_table, lengths, chunk_lengths, page_offset, window, dtype, implementation):
-    options = dict(
-        page_offset=page_offset,
-        scale=config.query_scale,
-        window=window,
-        soft_cap=config.attn_soft_cap,
-        implementation=implementation,
-    )
-    if q.shape[1] == 1:
-        # XLA:CPU computes one-token attention in f32 whatever dtype large products use.
-        o = paged_decode(q[:, 0], k_pages, v_pages, page_table, lengths, k_new=k[:, 0], v_new=v[:, 0], **options)
-        return o[:, None]
-    o = paged_prefill(q.astype(dtype), k_pages, v_pages, page_table, lengths, chunk_lengths, k_new=k, v_new=v, **options)
-    return o.astype(jnp.float32)
+def _attend(config, q, k, v, cache: Cache, chunk_lengths, dtype, options):  # q f32[B, T, K, G, H] -> f32[B, T, K, G, H]
+    options = options | {"scale": config.query_scale, "soft_cap": config.attn_soft_cap, "kv_scales": cache.kv_scales}
+    pages = (cache.k_pages, cache.v_pages, cache.page_table, cache.lengths)
+    if q.shape[1] > 1:
+        return paged_prefill(q.astype(dtype), *pages, chunk_lengths, k_new=k, v_new=v, **options).astype(jnp.float32)
+    # XLA:CPU computes one-token attention in f32 whatever dtype large products use.
+    q = q if options["device"].platform == "cpu" else q.astype(dtype)
+    o = paged_decode(q[:, 0], *pages, k_new=k[:, 0], v_new=v[:, 0], **options)
+    return o[:, None].astype(jnp.float32)

@@ -85,19 +85,46 @@ def mlp(config: ModelConfig, w, x, dtype: str):
     return w["down"](_ACTIVATIONS[config.activation](gate) * up, dtype)
 
 
-def mixture(config: ModelConfig, w, x, dtype: str):
-    """The chosen experts' MLPs, weighted: rows are sorted by expert so that each multiplies one ragged group."""
+def mixture(config: ModelConfig, w, x, dtype: str, valid):
+    """The chosen experts' MLPs, weighted; rows [B, T, D] where valid bool[B, T] is False choose none and give 0."""
     del dtype  # Experts know theirs
     rows = x.reshape(-1, x.shape[-1])
-    k, E = config.experts_per_token, config.num_experts
     chances = jax.nn.softmax(w["router"](rows, "float32"), -1)
-    weights, experts = jax.lax.top_k(chances, k)  # [R, k]
+    weights, experts = jax.lax.top_k(chances, config.experts_per_token)  # [R, k]
     if config.normalize_router:
         weights = weights / jnp.sum(weights, -1, keepdims=True)
+    mix = _expert_by_expert if w["experts_gate_up"].platform == "cpu" else _sorted_by_expert
+    return mix(config, w, rows, weights, experts, valid.reshape(-1)).reshape(x.shape)
+
+
+def _expert_by_expert(config: ModelConfig, w, rows, weights, experts, valid):
+    """A loop over the experts that some row chose, each with all rows.
+
+    XLA:CPU has no ragged product: it upcasts every expert's weights and multiplies all rows with each, and a decode step of a
+    mixture of 8 experts of which 2 are chosen took over 100 times as long (docs/performance.md).
+    """
+    chosen = (experts[..., None] == jnp.arange(config.num_experts)) & valid[:, None, None]  # [R, k, E]
+    share = jnp.sum(jnp.where(chosen, weights[..., None], 0), 1)  # [R, E]
+    chosen = jnp.any(chosen, 1)
+    used = jnp.any(chosen, 0)
+    order = jnp.argsort(~used, stable=True)
+
+    def add(i, total):
+        expert = order[i]
+        column = lambda a: jax.lax.dynamic_index_in_dim(a, expert, 1)  # [R, E] -> [R, 1]
+        gate, up = jnp.split(w["experts_gate_up"].one(rows, expert), 2, -1)
+        y = w["experts_down"].one(_ACTIVATIONS[config.activation](gate) * up, expert)
+        return total + jnp.where(column(chosen), y * column(share), 0)  # a select: 0 * inf of a row that did not choose it is NaN
+
+    return jax.lax.fori_loop(0, jnp.sum(used), add, jnp.zeros_like(rows))
+
+
+def _sorted_by_expert(config: ModelConfig, w, rows, weights, experts, valid):
+    """Rows are sorted by expert, so that each multiplies one ragged group."""
+    k = config.experts_per_token
     order = jnp.argsort(experts.reshape(-1), stable=True)
-    sizes = jnp.sum(experts.reshape(-1, 1) == jnp.arange(E), 0, dtype=jnp.int32)
-    picked = rows[order // k]
-    gate, up = jnp.split(w["experts_gate_up"](picked, sizes), 2, -1)
+    sizes = jnp.sum(experts.reshape(-1, 1) == jnp.arange(config.num_experts), 0, dtype=jnp.int32)
+    gate, up = jnp.split(w["experts_gate_up"](rows[order // k], sizes), 2, -1)
     y = w["experts_down"](_ACTIVATIONS[config.activation](gate) * up, sizes)
     y = y[jnp.argsort(order)].reshape(rows.shape[0], k, -1)
-    return jnp.sum(y * weights[..., None], 1).reshape(x.shape)
+    return jnp.where(valid[:, None], jnp.sum(y * weights[..., None], 1), 0)

@@ -7,7 +7,7 @@ are; the figures behind each choice are in docs/performance.md:
   CPU, 2..15 rows     one variadic reduce: one pass over the weight serves all of them
   CPU, 16 rows and up a bf16 dot (AMX where the CPU has it), block by block, over a second form of the weight, `wide`;
                       in f32 where that was asked for
-  elsewhere           a dot in the compute dtype
+  elsewhere           a dot in the compute dtype; int8 weights have one scale a row there, which multiplies the result
 
 `weights="bfloat16"` means 16 bits. On CPU the form for few rows is float16: the same bytes at the same speed, and three more
 significant bits, which is what keeps greedy tokens equal to float32 weights. bf16 is what AMX multiplies. bf16 arrays are kept as
@@ -43,7 +43,7 @@ class Linear:
     """
 
     weight: jax.Array  # [.., N, D] f32, 16-bit (CPU: f16, elsewhere bf16) or int8
-    scale: jax.Array | None = None  # f32[.., N, groups], int8 only: D/groups columns share one
+    scale: jax.Array | None = None  # f32[.., N, groups], int8 only: D/groups columns share one; 1 group but on CPU
     wide: jax.Array | None = None  # bf16 bits [.., N, D], CPU only: what many rows multiply in bf16
     bias: jax.Array | None = None  # f32[.., N]
     platform: str = "cpu"
@@ -60,9 +60,17 @@ class Linear:
         rows = self.weight.at[ids].get(mode="clip").astype(jnp.float32)
         return rows if self.scale is None else _scaled(rows, self.scale.at[ids].get(mode="clip"))
 
+    def bytes_read(self, rows: int, dtype: str) -> int:
+        """Bytes of this weight that one product with so many rows reads."""
+        read = (self.wide,) if self._reads_wide(rows, dtype) else (self.weight, self.scale)
+        return sum(a.nbytes for a in (*read, self.bias) if a is not None)
+
+    def _reads_wide(self, rows: int, dtype: str) -> bool:
+        return self.platform == "cpu" and rows >= _MANY_ROWS and dtype != "float32" and self.wide is not None
+
     def _cpu(self, x, dtype):
         R = x.shape[0]
-        if R >= _MANY_ROWS and dtype != "float32" and self.wide is not None:
+        if self._reads_wide(R, dtype):
             bf16 = lambda x, w: _matmul(x, lax.bitcast_convert_type(w, jnp.bfloat16))
             return _in_blocks(bf16, x.astype(jnp.bfloat16), self.wide)
         x = x.astype(jnp.float32)
@@ -73,22 +81,49 @@ class Linear:
     def _dot(self, x, dtype):
         # A TPU rounds f32 operands to bf16 unless told otherwise.
         precision = "highest" if dtype == "float32" else None
-        return _matmul(x.astype(dtype), _upcast((self.weight, self.scale)).astype(dtype), precision)
+        y = _matmul(x.astype(dtype), self.weight.astype(dtype), precision)  # int8 is exact in 16 bits
+        return y if self.scale is None else y * self.scale[:, 0]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["weight", "scale"], meta_fields=["dtype"])
+@partial(jax.tree_util.register_dataclass, data_fields=["weight", "scale", "layer"], meta_fields=["dtype", "platform"])
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """One weight per expert, multiplied group by group: rows of x sorted by expert, `sizes` rows each."""
+    """One weight per expert: rows that are sorted by expert multiply group by group (`__call__`), or all rows one expert (`one`).
+
+    A stack of layers is not peeled off by `lax.scan` but indexed (`of_layer`): XLA:CPU would copy a layer's experts, all of them, for
+    a loop over the few that are chosen.
+    """
 
     weight: jax.Array  # [.., E, N, D] f32, 16-bit or int8
     scale: jax.Array | None = None  # f32[.., E, N, groups], int8 only
+    layer: jax.Array | None = None  # i32[], of a stack: which
     dtype: str = "float32"
+    platform: str = "cpu"
 
-    def __call__(self, x, sizes):  # x [R, D], sizes i32[E] -> f32[R, N]
+    def of_layer(self, layer) -> Experts:
+        """Those of one layer of the stack."""
+        return dataclasses.replace(self, layer=layer)
+
+    def __call__(self, x, sizes):  # x [R, D] sorted by expert, sizes i32[E] rows of each -> f32[R, N]
         precision = "highest" if self.dtype == "float32" else None
-        weight = jnp.swapaxes(_upcast((self.weight, self.scale)).astype(self.dtype), 1, 2)
+        weight = jnp.swapaxes(_upcast(self._at(())).astype(self.dtype), 1, 2)
         return lax.ragged_dot(x.astype(self.dtype), weight, sizes, precision=precision, preferred_element_type=jnp.float32)
+
+    def one(self, x, expert):  # x f32[R, D], expert i32[] -> f32[R, N]
+        """The product with one expert's weight: reads no other's."""
+        weight = self._at((expert,))
+        few = _MANY_ROWS if self.weight.dtype == jnp.float32 else EXACT_ROWS + 1
+        return _few_rows(_materialised(x), _upcast(weight)) if x.shape[0] < few else _matmul(x, _upcast(weight))
+
+    def _at(self, expert: tuple):
+        """(weight, scale) of the layer, and of an expert in it."""
+        index = expert if self.layer is None else (self.layer, *expert)
+
+        def take(array):
+            sizes = (1,) * len(index) + array.shape[len(index) :]
+            return lax.dynamic_slice(array, index + (0,) * (array.ndim - len(index)), sizes).reshape(array.shape[len(index) :])
+
+        return jax.tree.map(take, (self.weight, self.scale))
 
 
 def stored_dtype(dtype: str, platform: str) -> np.dtype:

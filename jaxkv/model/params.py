@@ -40,7 +40,8 @@ GROUPS = {
     "head": ("head",),
 }
 # int8 columns that share a scale. With one scale a row Gemma 3 270M's mean NLL moves by 1.7 %, with groups of 32 by under 0.1 %
-# (its GGUF table is in groups of 32 too); reading the scales costs nothing that could be measured (docs/performance.md).
+# (its GGUF table is in groups of 32 too); reading the scales costs nothing that could be measured (docs/performance.md). On a TPU,
+# scales inside a row cost a copy of the weight (525 MB for a Llama 3 head): there a row has one.
 INT8_GROUP = 32
 # Rows converted at once: bounds the temporaries of a large table.
 _CHUNK_ROWS = 16384
@@ -88,7 +89,7 @@ def build_params(source: WeightSource, storage: Storage, report=lambda done: Non
     params = {"embed": top("embed"), "final_norm": _vector(source, "final_norm", (None,))[0]}
     if not config.tie_embeddings:
         params["head"] = top("head")
-    params["layers"] = tuple(_segment(source, shapes, tuple(range(first, stop)), storage) for _, first, stop in config.segments())
+    params["layers"] = tuple(_segment(source, shapes, tuple(range(first, stop)), storage) for first, stop in stacks(config, storage.platform))
     return params
 
 
@@ -97,33 +98,80 @@ def init_params(config: ModelConfig, key, storage: Storage):
     return build_params(_RandomSource(config, key), storage)
 
 
-def check_params(params, config: ModelConfig, storage: Storage, where: str) -> None:
-    """Raises ValueError unless the weights of a params tree have the shapes and kinds of its config and storage."""
+def abstract_params(config: ModelConfig, storage: Storage):
+    """The params tree with a ShapeDtypeStruct for every array: what `build_params` returns, without weights."""
     shapes = expected_shapes(config)
-    if len(params["layers"]) != len(config.segments()):
-        raise ValueError(f"{where}: {len(params['layers'])} runs of layers, the config has {len(config.segments())}")
+    array = jax.ShapeDtypeStruct
 
-    def check(name, array, shape, dtype):
-        if tuple(array.shape) != tuple(shape) or str(array.dtype) != dtype:
-            raise ValueError(f"{where}: {name} is {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}")
+    def tree(lead, layer):
+        here = {name: (*lead, *shape) for (name, at), shape in shapes.items() if at == layer}
+        out = {}
+        for group, parts in GROUPS.items():
+            if parts[0] in here:
+                arrays = _abstract(group, [here[part] for part in parts], f"{parts[0]}_bias" in here, storage)
+                out[group] = _product(group, arrays, storage)
+        grouped = {part for parts in GROUPS.values() for part in parts}
+        vectors = here.keys() - grouped - {f"{part}_bias" for part in grouped}
+        return out | {name: array(here[name], jnp.float32) for name in vectors}
 
-    def visit(tree, lead, layer):
-        for (name, at), shape in shapes.items():
-            if at != layer or name.endswith("_bias"):
-                continue
-            group = next((g for g, parts in GROUPS.items() if name in parts), None)
-            if (group or name) not in tree:
-                raise ValueError(f"{where}: {group or name} is missing")
-            if group is None:
-                check(name, tree[name], (*lead, *shape), "float32")
-            elif name == GROUPS[group][0]:
-                rows = sum(shapes[part, layer][-2] for part in GROUPS[group])
-                kind = "float32" if group == "router" else str(weight_dtype(storage.weights, storage.platform))
-                check(group, tree[group].weight, (*lead, *shape[:-2], rows, shape[-1]), kind)
+    return tree((), None) | {"layers": tuple(tree((stop - first,), first) for first, stop in stacks(config, storage.platform))}
 
-    visit(params, (), None)
-    for tree, (_, first, stop) in zip(params["layers"], config.segments(), strict=True):
-        visit(tree, (stop - first,), first)
+
+def check_params(params, config: ModelConfig, storage: Storage, where: str) -> None:
+    """Raises ValueError unless every array of a params tree has the shape and dtype that config and storage call for.
+
+    The message names the first array that differs, such as "layers.0.qkv.scale".
+    """
+    form = lambda tree: {
+        jax.tree_util.keystr(path, simple=True, separator="."): f"{a.dtype}{list(a.shape)}"
+        for path, a in jax.tree.flatten_with_path(tree)[0]
+    }
+    got, expected = form(params), form(abstract_params(config, storage))
+    for name in expected | got:
+        if got.get(name) != expected.get(name):
+            raise ValueError(f"{where}: {name} is {got.get(name, 'missing')}, expected {expected.get(name, 'none')}")
+
+
+def _abstract(group: str, parts: list[tuple[int, ...]], has_bias: bool, storage: Storage) -> dict:
+    """The arrays of a product of parts [.., rows, D]."""
+    kind = _kind(group, storage)
+    shape = (*parts[0][:-2], sum(part[-2] for part in parts), parts[0][-1])
+    array = jax.ShapeDtypeStruct
+    arrays = {"weight": array(shape, weight_dtype(kind.weights, kind.platform))}
+    if kind.weights == "int8":
+        arrays["scale"] = array((*shape[:-1], _groups(shape[-1], kind.platform)), jnp.float32)
+    if kind.has_wide and not group.startswith("experts"):
+        arrays["wide"] = array(shape, stored_dtype("bfloat16", "cpu"))
+    if has_bias:
+        arrays["bias"] = array(shape[:-1], jnp.float32)
+    return arrays
+
+
+def _product(group: str, arrays: dict, storage: Storage):
+    if group.startswith("experts"):
+        return Experts(**arrays, dtype=storage.expert_dtype, platform=storage.platform)
+    return Linear(**arrays, platform=storage.platform)
+
+
+def _kind(group: str, storage: Storage) -> Storage:
+    """How a group is kept: a router is small, and rounding it would change which experts are chosen."""
+    return Storage("float32", "float32", storage.platform) if group == "router" else storage
+
+
+def _groups(columns: int, platform: str) -> int:
+    """How many scales a row of int8 weights has."""
+    return columns // INT8_GROUP if platform == "cpu" and columns % INT8_GROUP == 0 else 1
+
+
+def stacks(config: ModelConfig, platform: str) -> tuple[tuple[int, int], ...]:
+    """Runs of layers (first, stop) whose weights are stacked and scanned: those with one body.
+
+    On a GPU every layer is alone: XLA copies what it slices out of a stack before it multiplies it, which is three times the
+    traffic of a decode step and a layer's weights of temporaries (238 MB for Llama 3.1 8B; now 2). Compiling takes longer.
+    """
+    if platform == "gpu":
+        return tuple((i, i + 1) for i in range(config.num_layers))
+    return tuple((first, stop) for _, first, stop in config.segments())
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -141,9 +189,11 @@ def _segment(source, shapes, layers, storage):
         bias = None
         if biases[0] in names:
             bias = jnp.concatenate([_vector(source, b, layers) for b in biases], -1)
-        make = _experts if group.startswith("experts") else _linear
-        kind = Storage("float32", "float32", storage.platform) if group == "router" else storage
-        out[group] = make(source, parts, layers, kind, bias)
+        kind = _kind(group, storage)
+        if group.startswith("experts"):
+            out[group] = _experts(source, parts, layers, kind)
+        else:
+            out[group] = _stored(source, parts, layers, kind, bias=bias)
     grouped = {part for parts in GROUPS.values() for part in parts}
     for name in sorted(names - grouped - {f"{part}_bias" for part in grouped}):
         out[name] = _vector(source, name, layers)
@@ -154,25 +204,20 @@ def _vector(source, name, layers):
     return jnp.asarray(np.stack([np.asarray(source.read(name, layer), np.float32) for layer in layers]))
 
 
-def _linear(source, parts, layers, storage, bias):
-    return _stored(source, parts, layers, storage, bias=bias)
-
-
 def _table(source, name, storage):
     return _stored(source, (name,), (None,), storage, bias=None, stacked=False)
 
 
-def _experts(source, parts, layers, storage, bias):
-    del bias
+def _experts(source, parts, layers, storage):
     stored = _stored(source, parts, layers, storage, bias=None, wide=False)
-    return Experts(stored.weight, stored.scale, dtype=storage.expert_dtype)
+    return Experts(stored.weight, stored.scale, dtype=storage.expert_dtype, platform=storage.platform)
 
 
 def _stored(source, parts, layers, storage, *, bias, stacked=True, wide=True):
     """Fills preallocated [L, .., N, D] buffers chunk by chunk, so that a load never holds a tensor twice."""
     per_part = [source.shape(part, layers[0]) for part in parts]
     lead, (rows, columns) = per_part[0][:-2], (sum(s[-2] for s in per_part), per_part[0][-1])
-    groups = 1 if columns % INT8_GROUP else columns // INT8_GROUP
+    groups = _groups(columns, storage.platform)
     shape = (len(layers), *lead, rows, columns)
     dtype = weight_dtype(storage.weights, storage.platform)
     buffers = {"weight": aligned_empty(shape, dtype)}

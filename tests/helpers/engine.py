@@ -81,6 +81,11 @@ def greedy(model, tokens, count: int) -> list[int]:
     return history[len(tokens) :]
 
 
+def tokens_of(output) -> list[list[int]]:
+    """The tokens of each sequence of an Output."""
+    return [t.tolist() for t in output.tokens]
+
+
 def log_softmax(x):
     """In float64."""
     x = np.asarray(x, np.float64)

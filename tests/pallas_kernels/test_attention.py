@@ -1,23 +1,42 @@
-"""The xla implementation against the oracle, and what neither may read."""
+"""Every implementation against the oracle, and what none may read: the shared suite of paged_decode and paged_prefill."""
 
 import dataclasses
+import functools
+import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_cases import (
+    ENGINE,
+    ENGINE_OPTIONS,
+    IMPLEMENTATIONS_UNDER_TEST,
+    LAYERS,
+    LITERAL_OPTIONS,
+    REFERENCE,
+    Opaque,
+    Shape,
+    assert_close,
+    bfloat16_bits,
+    call,
+    cases,
+    label,
+    make,
+    needed_columns,
+    pairs,
+    poison,
+    real,
+    run,
+    runs,
+    same_bits,
+)
 
-from pallas_kernels import paged_decode, paged_prefill, xla
-from pallas_kernels.xla import _DECODE_BLOCK, _PREFILL_BLOCK
+from pallas_kernels import DecodeBlocks, paged_decode, write_kv, xla
 
-# How the engine compiles on CPU (jaxkv/steps.py): masks must not lean on arithmetic that fast math may drop.
-ENGINE_OPTIONS = {"xla_cpu_prefer_vector_width": 512, "xla_cpu_enable_fast_math": True}
-# Unoptimised code is the most literal, and compiles in a third of the time.
-LITERAL_OPTIONS = {"xla_backend_optimization_level": 0}
-LAYERS = 3
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiler options of XLA:CPU")
+XLA = ("xla", False)
 
 
 @pytest.fixture(autouse=True)
@@ -26,218 +45,267 @@ def strict_promotion():
         yield
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What is static of one call. T None: paged_decode; own: the query's own key is not in the pages yet."""
-
-    K: int
-    G: int
-    H: int
-    P: int
-    M: int
-    T: int | None = None
-    B: int = 4
-    own: bool = True
-    soft_cap: float | None = None
-    dtype: str = "float32"
-    pool: str = "float32"
-
-    @property
-    def C(self):
-        return self.B * self.M + 7  # more pages than the table reaches
-
-    @property
-    def block(self):
-        return _DECODE_BLOCK if (self.T or 1) == 1 else _PREFILL_BLOCK
-
-    def __str__(self):
-        T = "decode" if self.T is None else f"prefill{self.T}"
-        own = "" if self.own else "-stored"
-        cap = f"-cap{self.soft_cap}" if self.soft_cap else ""
-        return f"{T}-K{self.K}G{self.G}H{self.H}P{self.P}{own}{cap}-{self.dtype}-{self.pool}"
+def block_tokens(shape):
+    """Tokens of a loop step of the xla implementation; what other kernels choose is of the same size."""
+    return xla.DECODE_BLOCK if (shape.T or 1) == 1 else xla.PREFILL_BLOCK
 
 
-def as_pool(x, dtype):
-    """Floats in a pool's dtype; uint16 holds the bits of bfloat16."""
-    return x.astype(jnp.bfloat16).view(np.uint16) if dtype == "uint16" else x.astype(dtype)
-
-
-def make(shape: Shape, seed, lengths, chunk_lengths=None, layer=1, window=0):
-    """The arrays of one call: N(0,1), a shuffled table, finite junk wherever nothing was written."""
-    rng = np.random.default_rng(seed)
-    B, K, H = shape.B, shape.K, shape.H
-    normal = lambda *dims: rng.standard_normal(dims, np.float32)
-    pages = rng.permutation(np.arange(1, shape.C, dtype=np.int32))
-    pool = (LAYERS * shape.C, K, shape.P, H)
-    token = (B,) if shape.T is None else (B, shape.T)
-    case = {
-        "q": normal(*token, K, shape.G, H).astype(shape.dtype),
-        "k_pages": as_pool(normal(*pool), shape.pool),
-        "v_pages": as_pool(normal(*pool), shape.pool),
-        "page_table": pages[: B * shape.M].reshape(B, shape.M),
-        "lengths": np.asarray(lengths, np.int32),
-        "page_offset": np.int32(layer * shape.C),
-        "window": np.int32(window),
-    }
-    if shape.own:
-        case |= {"k_new": normal(*token, K, H), "v_new": normal(*token, K, H)}
-    if shape.T is not None:
-        case["chunk_lengths"] = np.asarray([shape.T] * B if chunk_lengths is None else chunk_lengths, np.int32)
-    return case
-
-
-def call(case, *, scale, soft_cap, implementation):
-    op = paged_prefill if "chunk_lengths" in case else paged_decode
-    return op(**case, scale=scale, soft_cap=soft_cap, return_lse=True, implementation=implementation)
-
-
-_STATIC = ("scale", "soft_cap", "implementation")
-_PLAIN = jax.jit(call, static_argnames=_STATIC, compiler_options=LITERAL_OPTIONS)
-_ENGINE = jax.jit(call, static_argnames=_STATIC, compiler_options=ENGINE_OPTIONS)
-
-
-def run(shape, case, implementation="xla", engine=False):
-    """(o, lse) as numpy, window and page_offset traced."""
-    out = (_ENGINE if engine else _PLAIN)(case, scale=shape.H**-0.5, soft_cap=shape.soft_cap, implementation=implementation)
-    return jax.tree.map(np.asarray, out)
-
-
-def real(shape, case):
-    """Indices of the queries whose output means something."""
-    if shape.T is None:
-        return (slice(None),)
-    return np.nonzero(np.arange(shape.T) < case["chunk_lengths"][:, None])
-
-
-def assert_close(shape, case, got):
-    """Against the oracle in float64 on the same numbers; relative to the length of each [H] vector."""
-    exact = dict(case, q=case["q"].astype(np.float32))
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        want_o, want_lse = run(shape, exact, "reference")
-    at = real(shape, case)
-    o, lse, want_o, want_lse = got[0].astype(np.float64)[at], got[1].astype(np.float64)[at], want_o[at], want_lse[at]
-    tolerance = 1e-5 if shape.dtype == shape.pool == "float32" else 1e-2
-    error = np.linalg.norm(o - want_o, axis=-1)
-    assert (error <= tolerance * np.linalg.norm(want_o, axis=-1)).all(), error.max()
-    np.testing.assert_allclose(lse, want_lse, rtol=tolerance, atol=tolerance)
-
-
-def same_bits(a, b):
-    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
-
-
-SWEEP = [  # every G, H and P of CASES 5 and 11, stored and own keys, each dtype, each way a chunk is blocked
-    Shape(K=2, G=3, H=16, P=4, M=70, own=False),
+# Groups and head sizes of CASES 5 in decode and in chunks, every pool dtype and form, stored and own keys, soft caps, sinks. P fits
+# a TPU's tiles (8 rows of f32, 16 of 16 bits, 32 of 8 bits); K is never P.
+DECODE = [
+    Shape(K=2, G=1, H=64, P=8, M=36, own=False),
+    Shape(K=1, G=3, H=128, P=8, M=36, sinks=True),
+    Shape(K=2, G=4, H=80, P=8, M=36, lanes=128, soft_cap=2.0),
+    Shape(K=3, G=5, H=96, P=128, M=3, own=False, soft_cap=0.7, sinks=True),
+    Shape(K=2, G=6, H=256, P=16, M=17, B=2, pool="float16"),
+    Shape(K=2, G=7, H=64, P=16, M=19, dtype="bfloat16", pool="bfloat16", packed=2),
     Shape(K=2, G=16, H=64, P=16, M=19, pool="uint16", soft_cap=3.0),
-    Shape(K=2, G=1, H=80, P=8, M=36),
-    Shape(K=1, G=5, H=96, P=8, M=36, soft_cap=2.0, own=False),
+    Shape(K=1, G=64, H=128, P=16, M=18, B=2, dtype="bfloat16", pool="bfloat16", own=False),
+    Shape(K=4, G=2, H=64, P=32, M=9, pool="int8", packed=2, sinks=True),
+    Shape(K=3, G=8, H=128, P=32, M=9, pool="uint8", own=False),
+    Shape(K=1, G=32, H=80, P=32, M=9, dtype="bfloat16", pool="int8", soft_cap=1.5),
+    Shape(K=2, G=3, H=96, P=64, M=5, dtype="bfloat16", pool="float8_e4m3fn", lanes=128),
+]
+PREFILL = [
+    Shape(K=2, G=3, H=64, P=8, M=140, T=6, soft_cap=1.3),
+    Shape(K=1, G=8, H=80, P=8, M=70, T=6, sinks=True, lanes=128),
+    Shape(K=2, G=2, H=64, P=16, M=70, T=6, dtype="bfloat16", pool="uint16"),
+    Shape(K=3, G=1, H=96, P=16, M=40, T=7, B=3, dtype="bfloat16", pool="bfloat16", sinks=True),
+    Shape(K=2, G=4, H=64, P=32, M=20, T=33, B=2, pool="int8", packed=2),
+    Shape(K=1, G=5, H=128, P=32, M=20, T=17, B=2, dtype="bfloat16", pool="uint8"),
+    Shape(K=2, G=7, H=256, P=128, M=5, T=5, B=2, dtype="bfloat16", pool="int8"),
+    Shape(K=1, G=2, H=128, P=8, M=70, T=520, B=2),
+]
+# What only xla promises: pages of any size, heads of any size, float16 all through.
+XLA_ONLY = [
     Shape(K=2, G=6, H=128, P=1, M=270),
-    Shape(K=3, G=7, H=10, P=128, M=3, own=False, soft_cap=0.7),
-    Shape(K=2, G=8, H=256, P=16, M=17, B=2),
-    Shape(K=1, G=32, H=16, P=4, M=70, pool="float16"),
-    Shape(K=2, G=3, H=64, P=16, M=19, dtype="bfloat16", pool="bfloat16"),
+    Shape(K=2, G=3, H=10, P=4, M=70, own=False),
     Shape(K=1, G=4, H=16, P=4, M=280, T=1),
-    Shape(K=2, G=3, H=16, P=8, M=140, T=6, soft_cap=1.3),
-    Shape(K=2, G=2, H=64, P=8, M=70, T=6, dtype="bfloat16", pool="uint16"),
     Shape(K=3, G=2, H=80, P=1, M=540, T=7, B=3, dtype="float16", pool="float16"),
-    Shape(K=2, G=7, H=12, P=128, M=9, T=33, B=2),
-    Shape(K=1, G=2, H=8, P=4, M=140, T=520, B=2),
+    Shape(K=1, G=2, H=16, P=12, M=40, T=9, B=3, dtype="float16", pool="int8"),
     Shape(K=1, G=1, H=8, P=16, M=4, T=1024, B=1),
 ]
-STORED, BITS, PREFILL, LONG = SWEEP[0], SWEEP[1], SWEEP[10], SWEEP[14]
+STORED, SINKS, BITS, INT8, FP8 = DECODE[0], DECODE[1], DECODE[6], DECODE[8], DECODE[9]
+CHUNK, CHUNK_BITS, CHUNK_INT8, LONG = PREFILL[0], PREFILL[2], PREFILL[4], PREFILL[7]
+ALL = [*pairs(DECODE + PREFILL), *((XLA, shape) for shape in XLA_ONLY)]
+each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS_UNDER_TEST, ids=label)
 
 
-@st.composite
-def cases(draw, shape):
-    P, S, T, block = shape.P, shape.M * shape.P, shape.T or 1, shape.block
-    edges = [0, 1, P - 1, P, P + 1, 2 * P, block - 1, block, block + 1, S - P, S - 1, S]
-    length = st.one_of(st.sampled_from([x for x in edges if 0 <= x <= S]), st.integers(0, S))
-    windows = [0, 1, P - 1, P, P + 1, 2 * P - 1, 2 * P, 2 * P + 1, 2 * block - 1, 2 * block + 1, T, T + 1, S]
-    return make(
-        shape,
-        draw(st.integers(0, 999)),
-        draw(st.lists(length, min_size=shape.B, max_size=shape.B)),
-        draw(st.lists(st.sampled_from([0, 1, T // 2, T - 1, T, T]), min_size=shape.B, max_size=shape.B)),
-        draw(st.integers(0, LAYERS - 1)),
-        draw(st.sampled_from(windows)),
-    )
-
-
-@pytest.mark.parametrize("shape", SWEEP, ids=str)
-@settings(max_examples=12, deadline=None)
+@pytest.mark.parametrize(("implementation", "shape"), ALL, ids=label)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_xla_agrees_with_the_oracle(shape, data):
-    case = data.draw(cases(shape).map(Opaque)).value
+def test_agrees_with_the_oracle(implementation, shape, data):
+    case = data.draw(cases(shape, block_tokens(shape)).map(Opaque)).value
     with jax.numpy_dtype_promotion("strict"):
-        assert_close(shape, case, run(shape, case, engine=True))
+        assert_close(shape, case, run(shape, case, implementation, engine=implementation == XLA))
 
 
-class Opaque:
-    """Keeps hypothesis from printing arrays; shows what the draw chose."""
+def _sweep():
+    """Every G and H of CASES 5; pool dtypes, ops, forms and P take turns."""
+    pools = ["float32", "bfloat16", "int8", "uint8", "uint16", "float16"]
+    for i, (G, H) in enumerate(itertools.product((1, 3, 4, 5, 6, 7, 8, 16, 32, 64), (64, 80, 96, 128, 256))):
+        pool = pools[i % len(pools)]
+        dtype = "bfloat16" if pool != "float32" and i % 2 else "float32"
+        P = (32, 64, 128)[i % 3]
+        yield Shape(
+            K=1 + i % 3, G=G, H=H, P=P, M=640 // P, T=(None, 5)[i // 2 % 2], B=3, own=True, soft_cap=(None, 2.0)[i % 5 == 0],
+            sinks=i % 4 == 1, dtype=dtype, pool=pool,
+        )  # fmt: skip
 
-    def __init__(self, value):
-        self.value = value
 
-    def __repr__(self):
-        return str({k: v.tolist() for k, v in self.value.items() if k in ("lengths", "chunk_lengths", "window", "page_offset")})
+@pytest.mark.slow
+@pytest.mark.parametrize(("implementation", "shape"), pairs(_sweep()), ids=label)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_every_group_and_head_size(implementation, shape, data):
+    case = data.draw(cases(shape, block_tokens(shape)).map(Opaque)).value
+    with jax.numpy_dtype_promotion("strict"):
+        assert_close(shape, case, run(shape, case, implementation, engine=implementation == XLA))
 
 
-def test_positions_past_int16():
-    shape = Shape(K=1, G=2, H=8, P=16, M=2600, B=2, own=True)
+@each
+def test_positions_past_int16(implementation):
+    shape = Shape(K=1, G=2, H=16, P=32, M=1300, B=2)
     for window in (0, 40_000, 17):
         case = make(shape, window, [41_599, 32_768], window=window)
-        assert_close(shape, case, run(shape, case))
+        assert_close(shape, case, run(shape, case, implementation))
 
 
-@pytest.mark.parametrize("T", [None, 9])
-def test_bits_of_bfloat16_are_bfloat16(T):
-    shape = Shape(K=2, G=3, H=16, P=4, M=40, T=T, pool="bfloat16")
+@pytest.mark.parametrize(("implementation", "T"), list(itertools.product(IMPLEMENTATIONS_UNDER_TEST, (None, 9))), ids=label)
+def test_bits_of_bfloat16_are_bfloat16(implementation, T):
+    shape = Shape(K=2, G=3, H=128, P=16, M=10, T=T, pool="bfloat16")
     case = make(shape, 0, [0, 3, 130, 160], window=50)
-    bits = {k: v.view(np.uint16) if k.endswith("pages") else v for k, v in case.items()}
-    assert same_bits(run(shape, case), run(shape, bits))
+    assert same_bits(run(shape, case, implementation), run(shape, bfloat16_bits(case), implementation))
 
 
-# Shapes of the sweep again: what is compiled once serves both.
-POISONED = [*((shape, True) for shape in (STORED, SWEEP[2], BITS, PREFILL, SWEEP[11], LONG)), (STORED, False), (PREFILL, False)]
+POISONED = [STORED, DECODE[2], BITS, INT8, FP8, CHUNK, CHUNK_BITS, CHUNK_INT8, LONG]
 
 
-def poison(shape, case, seed):
-    """The same case with NaN and Inf wherever the row's tokens are not, and garbage ids where no page is needed."""
-    rng = np.random.default_rng(seed)
-    junk = np.asarray([np.nan, np.inf, -np.inf, 3e38, -np.nan], np.float32)
-    L, M, P = case["lengths"], shape.M, shape.P
-    window, offset = int(case["window"]), int(case["page_offset"])
-    first = L if shape.own else L - 1
-    start = np.maximum(first - window + 1, 0) if window else np.zeros_like(L)
-    column = np.arange(M)
-    needed = (column * P < L[:, None]) & ((column + 1) * P > start[:, None])  # [B, M]
-    ids = rng.choice(np.asarray([-1, -7, 2**31 - 1, -(2**31), LAYERS * shape.C, 0, 5], np.int32), needed.shape)
-    dirty = dict(case, page_table=np.where(needed, case["page_table"], ids))
-    for name in ("k_pages", "v_pages"):
-        pages = as_pool(rng.choice(junk, case[name].shape), shape.pool)
-        for b, j in zip(*np.nonzero(needed), strict=True):
-            row, slots = offset + case["page_table"][b, j], min(P, L[b] - j * P)
-            pages[row, :, :slots] = case[name][row, :, :slots]
-        dirty[name] = pages
-    if shape.T is not None:
-        padding = np.arange(shape.T) >= case["chunk_lengths"][:, None]
-        for name in ("k_new", "v_new"):
-            dirty[name] = np.where(padding[..., None, None], np.nan, case[name]).astype(np.float32)
-    return dirty
-
-
-@pytest.mark.parametrize(("shape", "engine"), POISONED, ids=str)
-def test_what_a_row_does_not_hold_is_never_seen(shape, engine):
-    P, S, T, block = shape.P, shape.M * shape.P, shape.T or 1, shape.block
+@pytest.mark.parametrize(("implementation", "shape"), pairs(POISONED), ids=label)
+def test_what_a_row_does_not_hold_is_never_seen(implementation, shape):
+    """CASES 1, 3, 4 and 6: bit for bit, NaN behind the length, behind the window, in unused pages and stale columns."""
+    P, S, T, block = shape.P, shape.M * shape.P, shape.T or 1, block_tokens(shape)
     windows = (0, 1, P - 1, P, P + 1, 2 * P + 1, block + 3, 2 * block - 1, 2 * block, 2 * block + 1)
     lengths = ([0, 1, P, S], [P - 1, P + 1, block, S - 1], [3 * P, block + P + 1, 2 * block, 2 * P - 1], [0, 0, 0, 0])
+    engine = implementation == XLA
     for seed, window in enumerate(windows):
-        for rows in lengths if window else lengths[:3]:
+        for rows in (lengths[seed % 4], lengths[(seed + 1) % 4]) if window else lengths[:3]:
             case = make(shape, seed, np.minimum(rows, S)[: shape.B], [T, max(T - 2, 0), 1, 0][: shape.B], window=window)
-            clean, dirty = run(shape, case, engine=engine), run(shape, poison(shape, case, seed), engine=engine)
-            assert np.isfinite(clean[0]).all()
+            clean, dirty = (run(shape, c, implementation, engine) for c in (case, poison(shape, case, seed)))
+            assert np.isfinite(clean[0].astype(np.float32)).all()
             assert same_bits(clean, dirty), (rows, window)
     assert_close(shape, case, clean)
+
+
+@pytest.mark.parametrize("shape", [STORED, INT8, CHUNK], ids=str)
+def test_literal_code_is_deaf_to_poison_too(shape):
+    """Without optimisation, and the oracle itself."""
+    for implementation in (XLA, REFERENCE):
+        for window in (0, 1, 5, 70):
+            case = make(shape, window, [0, 9, 64, 230], [6, 0, 3, 6], window=window)
+            at = real(shape, case)
+            clean, dirty = (run(shape, c, implementation) for c in (case, poison(shape, case, 0)))
+            assert same_bits([x[at] for x in clean], [x[at] for x in dirty])
+
+
+@pytest.mark.parametrize("implementation", [REFERENCE, *IMPLEMENTATIONS_UNDER_TEST], ids=label)
+def test_empty_rows_are_zero_with_lse_minus_infinity(implementation):
+    """CASES 2, with neighbours and without."""
+    engine = implementation == XLA
+    case = poison(STORED, make(STORED, 0, [0, 9, 0, 70]), 0)
+    o, lse = run(STORED, case, implementation, engine)
+    assert not o[[0, 2]].any()
+    assert np.isneginf(lse[[0, 2]]).all()
+    assert np.isfinite(lse[[1, 3]]).all()
+    for window in (0, 1, 7):  # no row holds anything
+        o, lse = run(STORED, make(STORED, 0, [0] * 4, window=window), implementation, engine)
+        assert not o.any()
+        assert np.isneginf(lse).all()
+
+
+@each
+def test_a_sink_is_a_score_without_a_value(implementation):
+    stored = dataclasses.replace(SINKS, own=False)
+    case = make(stored, 0, [0, 1, 40, 288])
+    o, lse = run(stored, case, implementation)
+    assert not o[0].any()
+    np.testing.assert_allclose(lse[0], case["sinks"], rtol=1e-6)
+    plain = dataclasses.replace(stored, sinks=False)
+    without, _ = run(plain, {k: v for k, v in case.items() if k != "sinks"}, implementation)
+    nothing, _ = run(stored, dict(case, sinks=np.full_like(case["sinks"], -1e4)), implementation)
+    np.testing.assert_allclose(nothing, without, rtol=1e-6, atol=1e-7)
+    everything, _ = run(stored, dict(case, sinks=np.full_like(case["sinks"], 1e4)), implementation)
+    assert not everything.any()
+
+
+@each
+def test_a_full_last_page_ends_the_row_though_the_next_is_reserved(implementation):
+    """CASES 3: length k*P attends k*P keys; the page behind is owned, and holds tokens of someone before."""
+    case = make(STORED, 0, [STORED.P, 2 * STORED.P, 5 * STORED.P, 0])
+    loud = dict(case, k_pages=case["k_pages"].copy())
+    for b in range(3):
+        column = case["lengths"][b] // STORED.P
+        loud["k_pages"][case["page_offset"] + case["page_table"][b, column]] = 1e4
+    assert same_bits(run(STORED, case, implementation), run(STORED, loud, implementation))
+
+
+@each
+def test_splits_and_blocks_of_any_size_say_the_same(implementation):
+    """CASES 8."""
+    for shape in (STORED, INT8):
+        case = make(shape, 3, [0, 1, shape.P * 3 + 1, shape.M * shape.P], window=0)
+        want = run(shape, case, implementation)
+        for pages, splits in ((1, 3), (4, 7)):
+            got = run(shape, case, implementation, block_sizes=DecodeBlocks(pages_per_block=pages, num_splits=splits))
+            assert_close(shape, case, got)
+            np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-5)
+
+
+@each
+def test_a_soft_cap_comes_after_the_scale(implementation):
+    """CASES 9: one key of score 4, whose cap is 2 * tanh(2): lse says which came first."""
+    H, P = 128, 8
+    q, k = np.zeros((1, 1, 1, H), np.float32), np.zeros((4, 1, P, H), np.float32)
+    q[..., 0], k[2, 0, 0, 0] = 8.0, 1.0
+    name, interpret = implementation
+    _, lse = paged_decode(
+        q, k, k, np.asarray([[2]], np.int32), np.asarray([1], np.int32), scale=0.5, soft_cap=2.0, return_lse=True,
+        implementation=name, interpret=interpret,
+    )  # fmt: skip
+    np.testing.assert_allclose(lse, 2 * np.tanh(2.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("implementation", "shape"), pairs([STORED, DECODE[2], INT8, CHUNK]), ids=label)
+def test_a_row_does_not_feel_its_neighbours(implementation, shape):
+    """Bit for bit, whatever they hold: the loop runs as far as the longest of them."""
+    engine = implementation == XLA
+    for window in (0, 9, 150):
+        base = make(shape, 1, [0, 77, 4, 0], window=window)
+        alone = run(shape, base, implementation, engine)
+        for neighbours in ([0, 77, 0, 0], [280, 77, 1, 130], [1, 77, 140, 280]):
+            others = make(shape, 2, neighbours, window=window)
+            mixed = {name: np.array(others[name]) for name in base}
+            row = base["page_offset"] + base["page_table"][1]
+            for name in base:
+                if name.endswith(("pages", "scales")):
+                    mixed[name][row] = base[name][row]
+                elif name == "sinks":
+                    mixed[name] = base[name]
+                elif base[name].ndim:
+                    mixed[name][1] = base[name][1]
+            together = run(shape, mixed, implementation, engine)
+            assert same_bits([x[1] for x in alone], [x[1] for x in together])
+
+
+@pytest.mark.parametrize(
+    ("implementation", "shape"),
+    pairs([Shape(K=4, G=3, H=64, P=32, M=5, pool=pool, packed=2) for pool in ("float32", "uint16", "int8", "float8_e4m3fn")]),
+    ids=label,
+)
+def test_a_token_counts_the_same_beside_the_pages_and_in_them(implementation, shape):
+    """k_new is rounded to what the pool stores, also in the pool's form of heads, where two heads share a scale."""
+    store = jax.jit(functools.partial(write_kv, implementation="xla"), compiler_options=LITERAL_OPTIONS)
+    for window in (0, 1, 40):
+        case = make(shape, 1, [0, 31, 32, 100], window=window)
+        beside = run(shape, case, implementation)
+        new = case["k_new"][:, None], case["v_new"][:, None]
+        k_pages, v_pages, kv_scales = store(
+            case["k_pages"], case["v_pages"], *new, case["page_table"], case["lengths"], np.ones(4, np.int32),
+            kv_scales=case.get("kv_scales"), page_offset=case["page_offset"],
+        )  # fmt: skip
+        stored = {k: v for k, v in case.items() if k not in ("k_new", "v_new")}
+        stored |= {"k_pages": k_pages, "v_pages": v_pages, "lengths": case["lengths"] + 1}
+        stored |= {"kv_scales": kv_scales} if "kv_scales" in case else {}
+        for a, b in zip(beside, run(dataclasses.replace(shape, own=False), stored, implementation), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("implementation", "T"), list(itertools.product(IMPLEMENTATIONS_UNDER_TEST, (None, 5))), ids=label)
+def test_new_numbers_trace_nothing_anew(implementation, T):
+    """CASES 10: lengths, windows, layers, scales and sinks are arrays."""
+    shape, name = Shape(K=1, G=2, H=128, P=32, M=3, T=T, pool="int8", sinks=True), implementation[0]
+    traced = []
+
+    def counted(case):
+        traced.append(case)
+        return call(case, scale=1.0, soft_cap=None, implementation=name, interpret=implementation[1])
+
+    counted = jax.jit(counted, compiler_options=LITERAL_OPTIONS)
+    for seed in range(3):
+        counted(make(shape, seed, [seed] * 4, layer=seed, window=seed))
+    assert len(traced) == 1
+
+
+@each
+def test_a_window_is_the_same_static_and_traced(implementation):
+    shape, (name, interpret) = Shape(K=1, G=2, H=128, P=8, M=5), implementation
+    case = make(shape, 0, [3, 40, 16, 0], layer=2, window=5)
+    for window in (5, 0):
+        traced = run(shape, dict(case, window=np.int32(window)), implementation)[0]
+        for same in (window,) if window else (0, None):
+            plain = dict(case, window=same, page_offset=2 * shape.C)
+            static = jax.jit(lambda plain=plain: paged_decode(**plain, scale=128**-0.5, implementation=name, interpret=interpret))()
+            np.testing.assert_allclose(traced, static, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("T", [None, 6])
@@ -252,78 +320,36 @@ def test_only_pages_with_visible_tokens_are_read(T, monkeypatch):
 
     monkeypatch.setattr(xla, "_gather", spy)
     spied = jax.jit(lambda case: call(case, scale=1.0, soft_cap=None, implementation="xla"), compiler_options=LITERAL_OPTIONS)
-    lengths = np.asarray([0, 4, 700, 1199])
     for window in (0, 1, 4, 5, 600):
-        case = make(shape, 0, lengths, window=window)
-        first = np.maximum(lengths + (0 if shape.own else -1) - window + 1, 0) if window else np.zeros_like(lengths)
-        column = np.arange(shape.M)
-        needed = (column * 4 < lengths[:, None]) & ((column + 1) * 4 > first[:, None])
+        case = make(shape, 0, [0, 4, 700, 1199], window=window)
         read.clear()
         spied(case)
         jax.effects_barrier()
-        ids = set(np.concatenate(read).tolist())
+        ids = set(np.concatenate([[], *read]).astype(int).tolist())
         offset = int(case["page_offset"])
-        assert ids - {offset} == set((case["page_table"][needed] + offset).tolist()), window
+        assert ids - {offset} == set((case["page_table"][needed_columns(shape, case)] + offset).tolist()), window
 
 
-def test_the_oracle_is_deaf_to_poison_too():
-    for shape in (STORED, PREFILL):
-        for window in (0, 1, 5, 70):
-            case = make(shape, window, [0, 9, 64, 230], [6, 0, 3, 6], window=window)
-            at = real(shape, case)
-            clean, dirty = (run(shape, c, "reference") for c in (case, poison(shape, case, 0)))
-            assert same_bits([x[at] for x in clean], [x[at] for x in dirty])
-
-
-@pytest.mark.parametrize("engine", [False, True], ids=["plain", "engine"])
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_empty_rows_are_zero_with_lse_minus_infinity(implementation, engine):
-    shape = STORED
-    case = poison(shape, make(shape, 0, [0, 9, 0, 70]), 0)
-    o, lse = run(shape, case, implementation, engine)
-    assert not o[[0, 2]].any()
-    assert np.isneginf(lse[[0, 2]]).all()
-    assert np.isfinite(lse[[1, 3]]).all()
-    for window in (0, 1, 7):  # no row holds anything
-        o, lse = run(shape, make(shape, 0, [0] * 4, window=window), implementation, engine)
-        assert not o.any()
-        assert np.isneginf(lse).all()
-
-
-@pytest.mark.parametrize("shape", [STORED, SWEEP[2], PREFILL], ids=str)
-def test_a_row_does_not_feel_its_neighbours(shape):
-    """Bit for bit, whatever they hold: the loop runs as far as the longest of them."""
-    for window in (0, 9, 150):
-        base = make(shape, 1, [0, 77, 4, 0], window=window)
-        alone = run(shape, base, engine=True)
-        for neighbours in ([0, 77, 0, 0], [280, 77, 1, 130], [1, 77, 140, 280]):
-            others = make(shape, 2, neighbours, window=window)
-            mixed = {name: np.array(others[name]) for name in base}
-            row = base["page_offset"] + base["page_table"][1]
-            for name in base:
-                if name.endswith("pages"):
-                    mixed[name][row] = base[name][row]
-                elif base[name].ndim:
-                    mixed[name][1] = base[name][1]
-            together = run(shape, mixed, engine=True)
-            assert same_bits([x[1] for x in alone], [x[1] for x in together])
-
-
-def test_a_window_is_the_same_static_and_traced():
-    shape = Shape(K=1, G=2, H=8, P=4, M=5)
-    case = make(shape, 0, [3, 20, 8, 0], layer=2, window=5)
-    static = jax.jit(lambda: paged_decode(**dict(case, window=5, page_offset=2 * shape.C), scale=8**-0.5))()
-    np.testing.assert_allclose(run(shape, case)[0], static, rtol=1e-6, atol=1e-6)
-
-
+@pytest.mark.parametrize("pool", ["float32", "uint16", "int8", "uint8"])
 @pytest.mark.parametrize("T", [None, 64])
-def test_the_whole_table_is_never_gathered(T):
-    shape = Shape(K=2, G=2, H=64, P=16, M=1024, T=T)
-    array = lambda *dims, dtype=np.float32: jax.ShapeDtypeStruct(dims, dtype)
-    small = make(dataclasses.replace(shape, M=2), 0, [1] * shape.B)
-    pool = array(LAYERS * 4096, shape.K, shape.P, shape.H)
-    case = small | {"k_pages": pool, "v_pages": pool, "page_table": array(shape.B, shape.M, dtype=np.int32)}
-    memory = _ENGINE.lower(case, scale=1.0, soft_cap=None, implementation="xla").compile().memory_analysis()
-    block_bytes = shape.B * shape.block * shape.K * shape.H * 4
-    scores_bytes = shape.B * (T or 1) * shape.K * shape.G * shape.block * 4
+def test_neither_table_nor_pool_is_gathered_whole(T, pool):
+    """XLA:CPU converts a whole bf16 or fp8 pool where it gathers from it: that is why they are held as bits."""
+    shape = Shape(K=2, G=2, H=64, P=16, M=1024, T=T, pool=pool)
+    array = lambda like, *dims: jax.ShapeDtypeStruct(dims, like.dtype)
+    case = make(dataclasses.replace(shape, M=2), 0, [1] * shape.B)
+    case["page_table"] = array(case["page_table"], shape.B, shape.M)
+    for name in ("k_pages", "v_pages", "kv_scales"):
+        if name in case:
+            case[name] = array(case[name], LAYERS * 4096, *case[name].shape[1:])
+    memory = ENGINE.lower(case, scale=1.0, soft_cap=None, implementation="xla").compile().memory_analysis()
+    block_bytes = shape.B * block_tokens(shape) * shape.K * shape.H * 4
+    scores_bytes = shape.B * (T or 1) * shape.K * shape.G * block_tokens(shape) * 4
     assert memory.temp_size_in_bytes < 6 * (block_bytes + scores_bytes) < shape.B * shape.M * shape.P * shape.K * shape.H * 4
+
+
+def test_the_suite_covers_what_it_says():
+    """Each implementation under test runs most shapes; xla runs all."""
+    for implementation in IMPLEMENTATIONS_UNDER_TEST:
+        assert sum(runs(implementation, shape) for shape in DECODE + PREFILL) >= 15
+    assert all(runs(XLA, shape) for shape in DECODE + PREFILL)
+    assert ENGINE_OPTIONS["xla_cpu_enable_fast_math"]

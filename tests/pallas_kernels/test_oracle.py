@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paged_cases import quantised, scale_array
 
 from pallas_kernels import paged_decode, paged_prefill
 
@@ -14,7 +15,9 @@ B, K, G, H, P, M, C, LAYERS = 5, 2, 3, 6, 4, 3, 21, 2  # K != P, and the pool ho
 LENGTHS = (0, 1, P - 1, 2 * P, 2 * P + 1)
 
 
-def by_loops(q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new, offset, scale, window, soft_cap):
+def by_loops(
+    q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_new, offset, scale, window, soft_cap, sinks=None
+):  # fmt: skip
     """o [B, T, K, G, H] and lse [B, T, K, G] in float64: one query, one key at a time."""
     o, lse = np.zeros(q.shape), np.full(q.shape[:4], -np.inf)
     for b, t, k, g in np.ndindex(*q.shape[:4]):
@@ -25,7 +28,7 @@ def by_loops(q, k_pages, v_pages, page_table, lengths, chunk_lengths, k_new, v_n
             keys.append((j, k_pages[row, k, j % P], v_pages[row, k, j % P]))
         if k_new is not None:
             keys += [(lengths[b] + j, k_new[b, j, k], v_new[b, j, k]) for j in range(chunk_lengths[b])]
-        total, weighted = 0.0, np.zeros(q.shape[4])
+        total, weighted = 0.0 if sinks is None else math.exp(sinks[k, g]), np.zeros(q.shape[4])
         for at, key, value in keys:
             if at > position or (window and at <= position - window):
                 continue
@@ -45,8 +48,9 @@ def case(seed, T, own_keys):
     lengths = np.asarray(LENGTHS, np.int32)
     chunk_lengths = np.asarray([T, min(T, 2), 1, T, 0 if T > 1 else 1], np.int32)
     table = rng.permutation(np.arange(1, C))[: B * M].reshape(B, M).astype(np.int32)
-    new = (normal(B, T, K, H), normal(B, T, K, H)) if own_keys else (None, None)
-    pools = (normal(LAYERS * C, K, P, H).astype(np.float32) for _ in range(2))
+    single = lambda *shape: normal(*shape).astype(np.float32)
+    new = (single(B, T, K, H), single(B, T, K, H)) if own_keys else (None, None)
+    pools = (single(LAYERS * C, K, P, H) for _ in range(2))
     return normal(B, T, K, G, H), *pools, table, lengths, chunk_lengths, *new
 
 
@@ -56,19 +60,23 @@ jit = functools.partial(jax.jit, static_argnames=("scale", "soft_cap"), compiler
 
 
 @jit
-def prefill_oracle(q, k_pages, v_pages, table, lengths, chunk_lengths, k_new, v_new, offset, window, scale, soft_cap):
+def prefill_oracle(
+    q, k_pages, v_pages, table, lengths, chunk_lengths, k_new, v_new, offset, window, scale, soft_cap, sinks=None, kv_scales=None
+):
     return paged_prefill(
         q, k_pages, v_pages, table, lengths, chunk_lengths, k_new=k_new, v_new=v_new, page_offset=offset, scale=scale,
-        window=window, soft_cap=soft_cap, return_lse=True, implementation="reference",
+        window=window, soft_cap=soft_cap, sinks=sinks, kv_scales=kv_scales, return_lse=True, implementation="reference",
     )  # fmt: skip
 
 
 @jit
-def decode_oracle(q, k_pages, v_pages, table, lengths, chunk_lengths, k_new, v_new, offset, window, scale, soft_cap):
+def decode_oracle(
+    q, k_pages, v_pages, table, lengths, chunk_lengths, k_new, v_new, offset, window, scale, soft_cap, sinks=None, kv_scales=None
+):
     first = lambda x: None if x is None else x[:, 0]
     o, lse = paged_decode(
         first(q), k_pages, v_pages, table, lengths, k_new=first(k_new), v_new=first(v_new), page_offset=offset, scale=scale,
-        window=window, soft_cap=soft_cap, return_lse=True, implementation="reference",
+        window=window, soft_cap=soft_cap, sinks=sinks, kv_scales=kv_scales, return_lse=True, implementation="reference",
     )  # fmt: skip
     return o[:, None], lse[:, None]
 
@@ -90,16 +98,59 @@ def test_oracle_is_the_definition(T, own_keys, soft_cap):
                 assert np.isneginf(lse[0]).all()
 
 
+@pytest.mark.parametrize("oracle", [decode_oracle, prefill_oracle], ids=["decode", "prefill"])
+def test_a_sink_takes_its_share(oracle):
+    with jax.enable_x64(True):
+        q, *rest = case(1, 1 if oracle is decode_oracle else 3, True)
+        sinks = np.random.default_rng(0).standard_normal((K, G))
+        want = by_loops(q, *rest, C, 0.7, P, None, sinks)
+        for got, expected in zip(oracle(q, *rest, np.int32(C), np.int32(P), 0.7, None, sinks), want, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint16"])
 def test_oracle_reads_narrow_pools(dtype):
+    """And rounds new keys and values as these would store them."""
     with jax.enable_x64(True):
-        q, k_pages, v_pages, *rest = case(0, 1, True)
+        q, k_pages, v_pages, table, lengths, chunk_lengths, *new = case(0, 1, True)
         narrow = jnp.float16 if dtype == "float16" else jnp.bfloat16
         pools = [x.astype(narrow) for x in (k_pages, v_pages)]
-        want, _ = by_loops(q, *(np.asarray(x, np.float64) for x in pools), *rest, 0, 0.7, 0, None)
+        exact = [np.asarray(x, np.float64) for x in pools], [np.asarray(x.astype(narrow), np.float64) for x in new]
+        want, _ = by_loops(q, *exact[0], table, lengths, chunk_lengths, *exact[1], 0, 0.7, 0, None)
         given = [x.view(np.uint16) for x in pools] if dtype == "uint16" else pools
-        o, _ = decode_oracle(q, *given, *rest, np.int32(0), np.int32(0), 0.7, None)
+        o, _ = decode_oracle(q, *given, table, lengths, chunk_lengths, *new, np.int32(0), np.int32(0), 0.7, None)
         np.testing.assert_allclose(o, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["plain", "packed", "padded"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "uint8"])
+def test_oracle_reads_8_bit_pools_in_every_form(dtype, form):
+    """One scale a token and pool head: of both heads where two lie side by side. Scales of keys are not those of values."""
+    into = {"plain": lambda x: x, "packed": lambda x: x.reshape(*x.shape[:-2], 1, 2 * H), "padded": lambda x: _padded(x)}[form]
+    out_of = {"plain": lambda x: x, "packed": lambda x: x.reshape(*x.shape[:-2], K, H), "padded": lambda x: x[..., :H]}[form]
+    with jax.enable_x64(True):
+        q, k_pages, v_pages, table, lengths, chunk_lengths, *new = case(0, 3, True)
+        pools, exact, scales = [], [], []
+        for pages in (k_pages, 5 * v_pages):
+            values, scale = quantised(into(np.moveaxis(pages, 1, 2)), dtype)  # [rows, P, K', H']
+            meant = values.view(jnp.float8_e4m3fn) if dtype == "uint8" else values
+            exact.append(np.moveaxis(out_of(meant.astype(np.float64) * scale[..., None]), 2, 1))
+            pools.append(np.moveaxis(values, 2, 1))
+            scales.append(np.moveaxis(scale, 2, 1))
+        exact_new = []
+        for x in new:
+            values, scale = quantised(into(x), "int8" if dtype == "int8" else "float8_e4m3fn")
+            exact_new.append(out_of(values.astype(np.float64) * scale[..., None]))
+        want, want_lse = by_loops(q, *exact, table, lengths, chunk_lengths, *exact_new, C, 0.7, P + 1, None)
+        o, lse = prefill_oracle(
+            q, *pools, table, lengths, chunk_lengths, *new, np.int32(C), np.int32(P + 1), 0.7, None, kv_scales=scale_array(*scales)
+        )
+        np.testing.assert_allclose(o, want, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-12, atol=1e-12)
+
+
+def _padded(x):
+    return np.concatenate([x, np.zeros((*x.shape[:-1], 2), x.dtype)], -1)
 
 
 def test_oracle_is_float32_without_x64_and_answers_in_the_dtype_of_q():

@@ -1,12 +1,26 @@
 """What the ops refuse, by name and with numbers, eagerly and while tracing."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_decode, paged_prefill
+from pallas_kernels import (
+    DEVICES,
+    IMPLEMENTATIONS,
+    DecodeBlocks,
+    PrefillBlocks,
+    check_implementation,
+    device_spec,
+    dispatch,
+    paged_decode,
+    paged_prefill,
+    write_kv,
+)
+from pallas_kernels.block_sizes import choose
 
 B, T, K, G, H, P, M, ROWS = 4, 2, 2, 3, 8, 4, 5, 81
 
@@ -34,6 +48,9 @@ def bad(**changes):
     return args | {name: new(args[name]) if callable(new) else new for name, new in changes.items()}
 
 
+EIGHT_BIT = {"k_pages": lambda x: x.astype(np.int8), "v_pages": lambda x: x.astype(np.int8)}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -44,7 +61,14 @@ def bad(**changes):
         ({"k_pages": lambda x: x[..., :6]}, ValueError, r"k_pages has shape \(81, 2, 4, 6\), expected \(any, 2, any, 8\)"),
         ({"v_pages": lambda x: x[:, :, :2]}, ValueError, r"v_pages has shape \(81, 2, 2, 8\), expected \(81, 2, 4, 8\)"),
         ({"v_pages": lambda x: x.astype(np.float16)}, TypeError, "k_pages is float32 and v_pages float16"),
-        ({"k_pages": lambda x: x.astype(np.int8), "v_pages": lambda x: x.astype(np.int8)}, TypeError, "int8.*one of float32"),
+        ({"k_pages": lambda x: x.astype(np.int16), "v_pages": lambda x: x.astype(np.int16)}, TypeError, "int16.*one of float32"),
+        (EIGHT_BIT, ValueError, r"int8 pool needs kv_scales, f32 \(81, 2, 1, 128\)"),
+        (EIGHT_BIT | {"kv_scales": np.ones((81, 2, 2, 128), np.float32)}, ValueError, r"kv_scales has shape .*expected \(81, 2, 1, 128\)"),
+        (EIGHT_BIT | {"kv_scales": np.ones((81, 2, 1, 128), np.float16)}, TypeError, "kv_scales must be float32, got float16"),
+        ({"kv_scales": np.ones((81, 2, 1, 128), np.float32)}, ValueError, "kv_scales goes with 8-bit pools, and k_pages is float32"),
+        ({"sinks": np.ones((3, 2), np.float32)}, ValueError, r"sinks has shape \(3, 2\), expected \(2, 3\)"),
+        ({"sinks": np.ones((2, 3), np.int32)}, TypeError, "sinks must be floating point, got int32"),
+        ({"k_new": lambda x: x.astype(np.int8)}, TypeError, "k_new must be floating point, got int8"),
         ({"page_table": lambda x: x[:3]}, ValueError, r"page_table has shape \(3, 5\), expected \(4, any\)"),
         ({"page_table": lambda x: x[:, 0]}, ValueError, r"page_table has shape \(4,\), expected \(4, any\)"),
         ({"page_table": lambda x: x.astype(np.uint32)}, TypeError, "page_table must be int32, got uint32"),
@@ -63,7 +87,10 @@ def bad(**changes):
         ({"window": True}, TypeError, "window must be one whole number, got bool True"),
         ({"window": np.zeros(4, np.int32)}, TypeError, r"window must be one whole number, got int32 of shape \(4,\)"),
         ({"page_offset": np.zeros(4, np.int32)}, TypeError, r"page_offset must be one whole number, got int32 of shape"),
-        ({"implementation": "cuda"}, ValueError, "implementation 'cuda' is not one of reference, xla"),
+        ({"scale": np.ones(2)}, TypeError, "scale must be a plain number, got ndarray"),
+        ({"soft_cap": "2"}, TypeError, "soft_cap must be a plain number, got str"),
+        ({"device": "v5e"}, TypeError, "device must be a DeviceSpec or None, got str"),
+        ({"implementation": "cuda"}, ValueError, "implementation 'cuda' is not one of reference, xla, pallas_tpu, pallas_gpu"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name_and_number(changes, error, message):
@@ -92,3 +119,141 @@ def test_decode_names_its_own_layout():
         paged_decode(**dict(case, q=case["q"][:, 0], k_new=None))
     with pytest.raises(ValueError, match=r"q has shape \(4, 2, 2, 3, 8\), expected \[B, K, G, H\]"):
         paged_decode(**case)
+
+
+def test_positions_past_int32_are_refused():
+    wide = jax.ShapeDtypeStruct((B, 2**29), np.int32)
+    with pytest.raises(ValueError, match="positions past int32: 2,147,483,648 of at most 2,147,483,647"):
+        jax.eval_shape(lambda table: paged_prefill(**bad(page_table=table)), wide)
+
+
+def write_args(**changes):
+    names = ("k_pages", "v_pages", "k_new", "v_new", "page_table", "lengths", "chunk_lengths")
+    return {name: good()[name] for name in names} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"k_new": np.ones((B, K, H), np.float32)}, ValueError, r"k_new has shape \(4, 2, 8\), expected \[L, B, T, K, H\]"),
+        ({"v_new": np.ones((B, T, K, 4), np.float32)}, ValueError, r"v_new has shape .*, expected \(1, 4, 2, 2, 8\)"),
+        ({name: np.ones((2, B, T, K, H), np.float32) for name in ("k_new", "v_new")}, ValueError, "81 pages .* the L=2 layers"),
+        ({name: np.ones((B, T, 3, H), np.float32) for name in ("k_new", "v_new")}, ValueError, "for 3 heads of 8"),
+        ({name: np.ones((B, T, K, H), np.int8) for name in ("k_new", "v_new")}, TypeError, "k_new must be floating point"),
+        ({"chunk_lengths": np.ones(B, np.int64)}, TypeError, "chunk_lengths must be int32, got int64"),
+        ({"page_offset": 1.0}, TypeError, "page_offset must be one whole number"),
+        ({"kv_scales": np.ones((81, 2, 1, 128), np.float32)}, ValueError, "kv_scales goes with 8-bit pools"),
+    ],
+)  # fmt: skip
+def test_writes_are_refused_alike(changes, error, message):
+    with pytest.raises(error, match=message):
+        write_kv(**write_args(**changes))
+    with pytest.raises(error, match=message):
+        jax.eval_shape(functools.partial(write_kv, **write_args(**changes)))
+
+
+def test_a_good_write_is_accepted():
+    pool = (ROWS, K, P, H), np.float32
+    assert shapes(write_kv, **write_args())[:2] == (pool, pool)
+
+
+def pool(dtype="bfloat16", P=128, K=8, H=128):
+    return jax.ShapeDtypeStruct((800, K, P, H), dtype)
+
+
+V5E, H200 = DEVICES["v5e"], DEVICES["h200"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "pages", "message"),
+    [
+        ("pallas_tpu", {"device": DEVICES["cpu"]}, pool(), "'pallas_tpu' compiles for tpu only, not for cpu: interpret=True runs it"),
+        ("pallas_tpu", {"device": H200}, pool(), "'pallas_tpu' compiles for tpu only, not for gpu"),
+        ("pallas_gpu", {"device": V5E}, pool(), "'pallas_gpu' compiles for gpu only, not for tpu"),
+        ("pallas_gpu", {"device": dataclasses.replace(H200, compute_capability=(7, 5))}, pool(), r"8\.0, and h200 has \(7, 5\)"),
+        ("pallas_tpu", {"device": V5E}, pool("float32", P=12), r"page_size 12 of a float32 pool .* multiple of 8 .*\(8, 128\)"),
+        ("pallas_tpu", {"device": V5E}, pool(P=8), r"page_size 8 of a bfloat16 pool .* multiple of 16 .*\(16, 128\)"),
+        ("pallas_tpu", {"device": V5E}, pool("int8", P=16), r"page_size 16 of a int8 pool .* multiple of 32 .*\(32, 128\)"),
+        ("pallas_tpu", {"interpret": True}, pool("float8_e4m3fn", P=16), "page_size 16 of a float8_e4m3fn pool"),
+        ("pallas_tpu", {"device": V5E}, pool(H=64), r"head_dim 64, which must be a multiple of 128 lanes.*pool_heads"),
+        ("pallas_tpu", {"device": V5E}, pool("float16"), "takes no float16 pool: .*give it bfloat16"),
+        ("pallas_gpu", {"device": H200}, pool("int8", P=256, K=128), "'pallas_gpu' takes at most 2,147,483,648 bytes"),
+        ("pallas_tpu", {"device": V5E}, pool("uint16"), "no uint16 pool: .*give it bfloat16"),
+        ("pallas_gpu", {"device": H200}, pool("uint8"), "no uint8 pool: .*give it float8_e4m3fn"),
+        ("xla", {"interpret": True}, pool(), "interpret is for Pallas kernels, and implementation 'xla' has none"),
+        ("reference", {"interpret": True}, pool(), "implementation 'reference' has none"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_says_why(name, options, pages, message):
+    with pytest.raises(ValueError, match=message):
+        check_implementation(pages, implementation=name, **options)
+
+
+def test_what_can_run_is_accepted():
+    for name in ("v5e", "v5p", "v6e", "tpu7x"):
+        for dtype, P in (("float32", 8), ("bfloat16", 16), ("int8", 32), ("float8_e4m3fn", 32)):
+            check_implementation(pool(dtype, P), implementation="pallas_tpu", device=DEVICES[name])
+    for pages in (pool("int8", P=16), pool("float8_e4m3fn", P=256, K=256), pool(P=256, K=128)):
+        check_implementation(pages, implementation="pallas_gpu", device=DEVICES["h100"])
+    for pages in (pool(H=80), pool("uint16", H=64), pool("uint8", P=32)):
+        check_implementation(pages, implementation="pallas_tpu", interpret=True)
+        check_implementation(pages, implementation="pallas_gpu", interpret=True)
+        check_implementation(pages, implementation="xla")
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a CPU picks")
+def test_the_platform_picks():
+    assert IMPLEMENTATIONS == ("reference", "xla", "pallas_tpu", "pallas_gpu")
+    for device, name in ((None, "xla"), ("cpu", "xla"), ("v6e", "pallas_tpu"), ("a100", "pallas_gpu")):
+        chosen = dispatch.choose(None, False, device and DEVICES[device])
+        assert chosen.name == name
+        assert chosen.device == DEVICES[device or "cpu"]
+    assert dispatch.choose("xla", False, V5E).device == V5E
+    assert dispatch.choose("pallas_tpu", True, None).device.platform == "tpu"
+    assert dispatch.choose("pallas_gpu", True, DEVICES["cpu"]).device.platform == "gpu"
+
+
+def test_a_backend_that_is_gone_is_named(monkeypatch):
+    """Its modules are imported when it is asked for, and not before; where one of several is left, that one runs."""
+    gone = dispatch._Backend(("pallas_kernels.gone",), ("pallas_kernels.gone",), ("pallas_kernels.gone",), "tpu")
+    monkeypatch.setitem(dispatch._BACKENDS, "pallas_tpu", gone)
+    args = {k: v for k, v in good().items() if k not in ("k_new", "v_new", "chunk_lengths")} | {"q": good()["q"][:, 0]}
+    args |= {name: np.ones((ROWS, K, 8, H), np.float32) for name in ("k_pages", "v_pages")}
+    with pytest.raises(ValueError, match="'pallas_tpu' has no decode .*pallas_kernels.gone: No module named 'pallas_kernels.gone'"):
+        paged_decode(**args, implementation="pallas_tpu", interpret=True)
+    left = dataclasses.replace(gone, decode=("pallas_kernels.gone", "pallas_kernels.xla"))
+    monkeypatch.setitem(dispatch._BACKENDS, "pallas_tpu", left)
+    assert paged_decode(**args, implementation="pallas_tpu", interpret=True).shape == (B, K, G, H)
+
+
+def test_devices_go_by_the_names_jax_gives():
+    kinds = {
+        "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x",
+        "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "cpu": "cpu", "h200": "h200",
+    }  # fmt: skip
+    for kind, name in kinds.items():
+        assert device_spec(kind) == DEVICES[name]
+    with pytest.raises(ValueError, match="no DeviceSpec for 'Radeon'; known are v5e, .*Pass device=DeviceSpec"):
+        device_spec("Radeon")
+
+
+def test_block_sizes_are_given_tuned_or_ruled_field_by_field(monkeypatch, tmp_path):
+    monkeypatch.setattr("pallas_kernels.block_sizes.TUNED_FOLDER", tmp_path)
+    rule = DecodeBlocks(pages_per_block=4, num_splits=2, num_stages=3)
+    device = dataclasses.replace(H200, name="somewhere")  # the file of a device is read once
+    entry = '{"kernels": {"gpu.x": [{"key": {"K": 8}, "blocks": {"pages_per_block": 16}, "us": 10.5}]}}'
+    (tmp_path / "somewhere.json").write_text(entry)
+    pick = lambda key, given=None: choose("gpu.x", device, key, DecodeBlocks, rule, given)
+    assert pick({"K": 4}) == rule
+    assert pick({"K": 8}) == dataclasses.replace(rule, pages_per_block=16)
+    assert pick({"K": 8}, DecodeBlocks(num_splits=7)) == dataclasses.replace(rule, pages_per_block=16, num_splits=7)
+    assert pick({"K": 8}, DecodeBlocks(pages_per_block=1)).pages_per_block == 1
+    with pytest.raises(TypeError, match="block_sizes of gpu.x must be a DecodeBlocks or None, got PrefillBlocks"):
+        pick({"K": 8}, PrefillBlocks())
+
+
+def test_a_pool_of_bits_is_the_same_pool_of_floats():
+    floats = jnp.ones((ROWS, K, P, H), jnp.bfloat16)
+    args = {k: v for k, v in good().items() if k not in ("k_pages", "v_pages")}
+    for pages in (floats, floats.view(jnp.uint16)):
+        assert shapes(paged_prefill, **args, k_pages=pages, v_pages=pages) == ((B, T, K, G, H), np.float32)

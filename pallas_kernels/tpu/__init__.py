@@ -1,0 +1,1 @@
+"""Mosaic kernels: one module a job, each with one function named after it."""
