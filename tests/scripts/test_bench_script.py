@@ -14,6 +14,7 @@ from scripts._bandwidth import kv_bytes, weight_bytes
 
 # The shapes of test_generate_script's three prompts, so that nothing is compiled for these: 3 slots of 256 tokens.
 SMALL = ("--context=12", "--new_tokens=244", "--repeats=2", "--batch=3")
+TWO_CASES = ("--context=12", "--pool_factor=1,2", *SMALL[1:])
 
 
 def bench(*args, cache):
@@ -26,28 +27,35 @@ def bench(*args, cache):
         (["--peer=vllm"], "none|transformers|llama.cpp"),
         (["--new_tokens=1"], "new_tokens"),
         (["--batch=x"], "batch"),
+        (["--context=100,,4000"], "whole number from 1 on"),
+        (["--pool_factor=0"], "'0' is not a whole number from 1 on"),
     ],
 )
 def test_user_errors_are_one_line(args, words, cache):
     assert words in run_script.one_line_error(bench(*args, cache=cache))
 
 
-def test_json_holds_the_figures(cache, chat_model):
-    status, out, err = bench(f"--model={chat_model}", "--json", *SMALL, cache=cache)
+def test_json_holds_the_figures_of_every_case(cache, chat_model):
+    status, out, err = bench(f"--model={chat_model}", "--json", *TWO_CASES, cache=cache)
     assert status == 0, err
     result = json.loads(out)
-    ours = result["jaxkv"]
     assert result["read_gb_s"] > 0
-    assert len(ours["rounds_decode_ms"]) == 2
-    assert ours["prefill_tok_s"] > 0 and ours["decode_ms"] > 0
-    read = ours["weight_bytes"] + ours["kv_bytes"]
-    assert read / ours["decode_ms"] / 1e6 == pytest.approx(ours["weight_gb_s"] + ours["kv_gb_s"])
+    assert [(case["context"], case["pool_factor"]) for case in result["cases"]] == [(12, 1), (12, 2)]
+    for case in result["cases"]:
+        ours = case["jaxkv"]
+        assert len(ours["rounds_decode_ms"]) == 2
+        assert ours["prefill_tok_s"] > 0 and ours["decode_ms"] > 0
+        read = ours["weight_bytes"] + ours["kv_bytes"]
+        assert read / ours["decode_ms"] / 1e6 == pytest.approx(ours["weight_gb_s"] + ours["kv_gb_s"])
+    first, second = (case["jaxkv"]["rounds_decode_ms"] for case in result["cases"])
+    ratios = sorted(y / x for x, y in zip(first, second, strict=True))
+    assert result["cases"][1]["decode_ms_over_first_case"] == pytest.approx(sum(ratios) / 2)
 
 
 def test_the_table_says_what_was_measured(cache, chat_model):
     status, out, err = bench(f"--model={chat_model}", *SMALL, cache=cache)
     assert status == 0, err
-    assert "batch 3, context 12, 244 new tokens, median of 2" in out
+    assert "batch 3, 244 new tokens, median of 2" in out and "context 12\n" in out
     assert "decode ms/step" in out and "GB/s" in out
 
 

