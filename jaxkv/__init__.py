@@ -7,11 +7,13 @@
 Every verb takes a state and returns its successor; the state it was given is spent.
 """
 
-from jaxkv.generate import Output, Stream, TextEvent, Timings, TokenLogprobs, generate, warmup
+from jaxkv.generate import generate, warmup
 from jaxkv.loading import Model, load_model, save_checkpoint
+from jaxkv.output import Output, TextEvent, Timings, TokenLogprobs
 from jaxkv.sampling import Sampling
 from jaxkv.state import StaleStateError, State, check_integrity, init_state, release, truncate
 from jaxkv.steps import trace_counts
+from jaxkv.stream import Stream
 from jaxkv.verbs import decode, fork, prefill, score
 
 __all__ = [

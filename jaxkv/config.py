@@ -133,11 +133,6 @@ class ModelConfig:
                 f" and expert_mlp_dim={self.expert_mlp_dim} > 0"
             )
 
-    @property
-    def group_size(self) -> int:
-        """Query heads per kv head: the G of `[B, K, G, H]`."""
-        return self.num_q_heads // self.num_kv_heads
-
     def segments(self) -> tuple[tuple[bool, int, int], ...]:
         """Runs of layers with one body, as (is_moe, first, stop): each is one scan."""
         kinds = self.moe_layers or (False,) * self.num_layers

@@ -19,6 +19,7 @@ from jaxkv.io.gguf_source import open_gguf
 from jaxkv.io.hf_source import open_hf_folder
 from jaxkv.io.resolve import resolve
 from jaxkv.io.tokenizer import Tokenizer
+from jaxkv.model.decoder import Kernels
 from jaxkv.model.params import Storage, build_params
 from jaxkv.progress import Report, silent
 from jaxkv.sampling import Sampling
@@ -56,7 +57,7 @@ class Model:
     @cached_property
     def static(self) -> Static:
         """The part of every trace that is fixed by the model."""
-        return Static(self.config, self.storage.platform, self.storage.dtype)
+        return Static(self.config, self.storage.dtype, Kernels.here(self.storage.platform))
 
     @property
     def nbytes(self) -> int:
@@ -72,10 +73,11 @@ def load_model(name_or_path: str | Path, dtype: str | None = None, weights: str 
       dtype: "float32", "bfloat16" or (not on CPU) "float16", of the operands of products over many rows; None: as `weights` wants.
       weights: "float32", "bfloat16" (16 bits) or "int8": how weights are stored; None: bfloat16. On CPU the last two keep a bf16
         copy for products over many rows beside the form for few: 4 and 3.1 bytes a weight in all.
-      report: called with (what, fraction or None) as slow work goes on.
+      report: called with (what, fraction done in 0..1, or None) as slow work goes on.
 
     Raises:
-      ValueError: an unknown name, a malformed file, an architecture or option that is not supported; names it.
+      ValueError: an unknown name, a malformed file, tensors that the config does not call for, an architecture or option that is not
+        supported; names it.
     """
     storage = choose_storage(dtype, weights)
     report(f"finding {name_or_path}", None)
@@ -104,6 +106,12 @@ def choose_storage(dtype: str | None, weights: str | None, platform: str | None 
 
 def save_checkpoint(model: Model, path: str | Path) -> None:
     """Writes the model as a checkpoint folder that `load_model` reads without converting anything.
+
+    The folder appears whole, by a rename. It holds the weights in the forms of the backend they were converted for.
+
+    Args:
+      model: from `load_model`.
+      path: the folder to make; nothing may be there.
 
     Raises:
       ValueError: something is at `path` already.
@@ -143,7 +151,7 @@ def _load_gguf(path: Path, storage: Storage, report: Report) -> Model:
     return Model(source.config, params, storage, tokenizer, generation)
 
 
-def _read_kept(kept: Path, config: ModelConfig, storage: Storage):
+def _read_kept(kept: Path, config: ModelConfig, storage: Storage) -> dict | None:
     """Converted params from the cache, or None: whatever is wrong there is converted again."""
     if not checkpoint.is_checkpoint(kept):
         return None
@@ -157,7 +165,7 @@ def _read_kept(kept: Path, config: ModelConfig, storage: Storage):
     return params
 
 
-def _keep(kept: Path, config, storage, generation, params) -> None:
+def _keep(kept: Path, config: ModelConfig, storage: Storage, generation: GenerationDefaults, params: dict) -> None:
     """Adds to the cache; a full disk or another process that was first costs nothing but the time of the next load."""
     try:
         checkpoint.write(kept, config, storage, generation, params)

@@ -65,18 +65,26 @@ class Sampled:
     failed: jax.Array  # bool[B]; NaN or Inf among the raw logits, or every token banned
 
 
-def sample(logits: jax.Array, history: jax.Array, history_lengths: jax.Array | np.ndarray, arrays: SamplingArrays) -> Sampled:
+def sample(
+    logits: jax.Array,
+    history: jax.Array,
+    history_lengths: jax.Array | np.ndarray,
+    arrays: SamplingArrays,
+    live: jax.Array | np.ndarray,
+) -> Sampled:
     """Returns each row's next token: bias, penalties, temperature, top_k, top_p, min_p, then one draw.
 
-    What a row does not ask for is skipped at run time (lax.cond), never at trace time. Not for vmap: B is the batch.
+    What no live row asks for is skipped at run time (lax.cond), never at trace time. Not for vmap: B is the batch.
 
     Args:
       logits: f32[B, V].
       history: i32[B, S] tokens of each row, prompt first.
       history_lengths: i32[B] valid tokens of `history`: the position which, with the seed, keys the draw.
       arrays: options per row.
+      live: bool[B]; the other rows are finished or idle: nobody reads theirs, which cost no more than a greedy row's.
     """
     num_slots, vocab_size = logits.shape
+    arrays = _asking(arrays, jnp.asarray(live))
     blocks = search.to_blocks(logits)
     tops, highest, broken = search.checked_tops(blocks, vocab_size)
     best = search.argmax(blocks, tops)
@@ -132,6 +140,20 @@ def _by_row(wanted: jax.Array, function: Callable, args, otherwise):
         return lax.platform_dependent(cpu=in_turn, default=at_once)
 
     return lax.cond(jnp.any(wanted), work, lambda: otherwise)
+
+
+def _asking(arrays: SamplingArrays, live: jax.Array) -> SamplingArrays:
+    """The options with those of rows that are not live turned off: greedy, no bias, no penalty, no logprobs."""
+    only_live = lambda values, off: jnp.where(search.spread(live, values), values, jnp.asarray(off, values.dtype))
+    return dataclasses.replace(
+        arrays,
+        temperature=only_live(arrays.temperature, 0),
+        repetition_penalty=only_live(arrays.repetition_penalty, 1),
+        presence_penalty=only_live(arrays.presence_penalty, 0),
+        frequency_penalty=only_live(arrays.frequency_penalty, 0),
+        bias_ids=only_live(arrays.bias_ids, jnp.iinfo(jnp.int32).max),
+        num_logprobs=only_live(arrays.num_logprobs, -1),
+    )
 
 
 def _biases(arrays: SamplingArrays, vocab_size: int) -> jax.Array:

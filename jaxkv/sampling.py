@@ -7,12 +7,13 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 
 from jaxkv.sample_step import MAX_BIAS, MAX_LOGPROBS, MAX_STOP, MIN_TEMPERATURE, SamplingArrays
 from jaxkv.stop_strings import StopMatcher
 
-__all__ = ["MAX_BIAS", "MAX_LOGPROBS", "MAX_STOP", "Sampling", "SamplingArrays", "StopMatcher"]
+__all__ = ["MAX_BIAS", "MAX_LOGPROBS", "MAX_STOP", "Sampling", "SamplingArrays", "StopMatcher", "draw_seeds", "seed_key"]
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 _UINT32_MAX = int(np.iinfo(np.uint32).max)
@@ -33,6 +34,8 @@ _RANGES = {
     "max_new_tokens": (numbers.Integral, "at least 0, or None", lambda x: 0 <= x <= _INT32_MAX),
     "n": (numbers.Integral, "at least 1", lambda x: 1 <= x <= _INT32_MAX),
 }
+# Whole numbers, one a sequence.
+Numbers = Sequence[int] | np.ndarray | jax.Array
 _OPTIONAL = ("seed", "logprobs", "max_new_tokens")
 _LISTS = {"stop_token_ids": numbers.Integral, "stop": str}
 
@@ -100,13 +103,13 @@ class Sampling:
         self,
         *,
         num_slots: int,
-        rows: Sequence[int],
+        rows: Numbers,
         vocab_size: int,
         eos_token_ids: Sequence[int],
-        seeds: Sequence[int],
-        prompt_lengths: Sequence[int],
-        max_tokens: Sequence[int] | int = _INT32_MAX,
-        source: Sequence[int] | None = None,
+        seeds: Numbers,
+        prompt_lengths: Numbers,
+        max_tokens: Numbers | int = _INT32_MAX,
+        source: Numbers | None = None,
     ) -> SamplingArrays:
         """Returns the options as fresh numpy arrays with a row for each slot; idle slots are greedy.
 
@@ -170,6 +173,24 @@ class Sampling:
         if per_row and len(value) != num_rows:
             raise ValueError(f"{name} has {len(value)} entries for {num_rows} rows: give one value, or one a row")
         return value[row] if per_row else value
+
+
+def seed_key(seed: int) -> np.ndarray:
+    """The key u32[4] of a seed, a whole number of at least 0; ValueError for anything else."""
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
+        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+    return np.random.SeedSequence(int(seed)).generate_state(4, np.uint32)
+
+
+def draw_seeds(key: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(successor u32[4], seeds u32[count]) of a key u32[4]: Philox (Salmon et al. 2011), whose raw stream numpy keeps stable.
+
+    On the host: a jax key would compile two small programs at the first draw.
+    """
+    raw = np.random.Philox(key=key.view(np.uint64)).random_raw(2 + count)
+    successor = raw[:2].view(np.uint32)
+    successor.setflags(write=False)
+    return successor, (raw[2:] >> 32).astype(np.uint32)
 
 
 def _idle(num_slots: int) -> SamplingArrays:

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.config import ModelConfig
-from jaxkv.kv import pages
-from jaxkv.kv.state import KVState, empty_kv
-from pallas_kernels import IMPLEMENTATIONS
+from jaxkv.inputs import Integers, as_integers, check_rows
+from jaxkv.kv import integrity, pages
+from jaxkv.kv.pages import Ownership
+from jaxkv.kv.state import KVState, default_page_size, empty_kv
+from jaxkv.model.decoder import Kernels
+from jaxkv.sampling import seed_key
+from pallas_kernels import check_implementation, pool_heads
+
+if TYPE_CHECKING:
+    from jaxkv.io.tokenizer import Tokenizer
+    from jaxkv.loading import Model
 
 
 class StaleStateError(RuntimeError):
@@ -29,9 +38,13 @@ class Static:
     """What is fixed about a state: part of every trace, never an array."""
 
     model: ModelConfig
-    platform: str  # jax backend the steps are compiled for
     dtype: str  # operands of large products
-    implementation: str | None = None  # of paged attention; None: by platform
+    kernels: Kernels
+
+    @property
+    def platform(self) -> str:
+        """The jax backend that the steps are compiled for."""
+        return self.kernels.device.platform
 
 
 @partial(
@@ -51,10 +64,10 @@ class State:
     kv: KVState
     history: jax.Array  # i32[B, S] tokens of each slot, S = M * P
     pending: np.ndarray  # i32[B] token emitted but not stored yet; -1: none
-    key: jax.Array  # seeds of rows that name none
+    key: np.ndarray  # u32[4] on the host: the seeds of rows that name none are drawn from it
     static: Static
     max_tokens_per_slot: int  # the longest history a slot may hold, at most S
-    tokenizer: object | None = None
+    tokenizer: Tokenizer | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
@@ -76,20 +89,26 @@ class State:
         return np.asarray(self.kv.lengths) + (self.pending >= 0)
 
     def tokens(self, row: int) -> np.ndarray:
-        """The history of one slot, i32[num_tokens[row]]; waits for the device."""
+        """The history of one slot, i32[num_tokens[row]], copied to the host; waits for the device.
+
+        Raises:
+          StaleStateError: a verb has consumed the state.
+          IndexError: no such slot.
+        """
         require_live(self)
-        return np.asarray(self.history[row])[: self.num_tokens[row]]
+        return np.asarray(self.history)[row, : self.num_tokens[row]].copy()
 
 
 def init_state(
-    model,
+    model: Model,
     num_slots: int,
     max_tokens_per_slot: int,
-    page_size: int = 16,
+    page_size: int | None = None,
     num_pages: int | None = None,
     kv_dtype: str | None = None,
     seed: int = 0,
     implementation: str | None = None,
+    interpret: bool = False,
 ) -> State:
     """Returns a state of empty slots for `model` (from `load_model`).
 
@@ -97,17 +116,20 @@ def init_state(
       model: a `Model`.
       num_slots: rows of the static batch, B.
       max_tokens_per_slot: the longest history of one slot; its pages hold a whole number of page_size tokens.
-      page_size: tokens a page, P.
+      page_size: tokens a page, P; None: 16, on TPU 128 (256 where a page holds one head).
       num_pages: pages of one layer's pool, the null page included; None: enough to fill every slot.
-      kv_dtype: "float32", "bfloat16" or "float16"; None: float32 on CPU, the model's dtype elsewhere.
-      seed: of the key from which rows that name no seed draw one.
-      implementation: of paged attention; None picks by platform.
+      kv_dtype: "float32", "bfloat16", "float16", "int8" or "float8_e4m3fn" (the last two with a scale per token and head:
+        docs/quantisation.md); None: float32 on CPU, the model's dtype elsewhere.
+      seed: of the key from which rows that name no seed draw one; a whole number of at least 0.
+      implementation: of paged attention, one of pallas_kernels.IMPLEMENTATIONS; None picks by platform.
+      interpret: run a Pallas implementation in interpret mode, on any backend: right and slow.
 
     Raises:
-      ValueError: a size below 1, more tokens than the model's positions, a pool that int32 cannot index, an unknown kv_dtype or
-        implementation.
+      ValueError: a size below 1, a negative seed, more tokens than the model's positions, a pool that int32 cannot index, an
+        unknown kv_dtype or implementation, or one that cannot run here or on such pages.
     """
-    config = model.config
+    config, platform = model.config, model.storage.platform
+    page_size = default_page_size(config, platform) if page_size is None else page_size
     sizes = dict(num_slots=num_slots, max_tokens_per_slot=max_tokens_per_slot, page_size=page_size)
     for name, value in (sizes | ({} if num_pages is None else {"num_pages": num_pages})).items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
@@ -116,20 +138,20 @@ def init_state(
         raise ValueError(
             f"{max_tokens_per_slot=} is more than the model's max_positions={config.max_positions}; ask for at most that"
         )
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"{implementation=} is not one of {known} (or None: pick by platform)")
     pages_per_slot = -(-max_tokens_per_slot // page_size)
     num_pages = num_slots * pages_per_slot + 1 if num_pages is None else num_pages
-    kv_dtype = kv_dtype or ("float32" if model.storage.platform == "cpu" else model.storage.dtype)
-    kv = empty_kv(config, num_slots, pages_per_slot, page_size, num_pages, kv_dtype, model.storage.platform)
+    kv_dtype = kv_dtype or ("float32" if platform == "cpu" else model.storage.dtype)
+    kernels = Kernels.here(platform, implementation, interpret)
+    make = lambda: empty_kv(config, num_slots, pages_per_slot, page_size, num_pages, kv_dtype, platform)
+    check_implementation(jax.eval_shape(make).k_pages, **kernels.options)
+    kv = make()
     return State(
         params=model.params,
         kv=kv,
         history=jnp.zeros((num_slots, pages_per_slot * page_size), jnp.int32),
         pending=frozen(np.full(num_slots, -1, np.int32)),
-        key=jax.random.key(seed),
-        static=Static(config, model.storage.platform, model.storage.dtype, implementation),
+        key=frozen(seed_key(seed)),
+        static=Static(config, model.storage.dtype, kernels),
         max_tokens_per_slot=int(max_tokens_per_slot),
         tokenizer=model.tokenizer,
         # Configs name stop tokens that their vocabulary lacks; what cannot be emitted stops nothing.
@@ -137,36 +159,67 @@ def init_state(
     )
 
 
-def release(state: State, rows) -> State:
-    """Returns the state with these slots empty; their pages are free unless a fork still holds them."""
+def release(state: State, rows: Integers) -> State:
+    """Returns the state with these slots empty; their pages are free unless a fork still holds them.
+
+    No data moves; the state given stays usable until a verb that runs the model consumes either.
+
+    Args:
+      state: stays usable.
+      rows: slot numbers, or bool[B].
+
+    Raises:
+      TypeError: rows that are neither whole numbers nor a mask.
+      ValueError: a slot out of range.
+      StaleStateError: the state was already consumed.
+    """
     require_live(state)
     own = pages.release(state.kv.own, rows)
     return _with_own(state, own, np.where(own.lengths == 0, -1, state.pending))
 
 
-def truncate(state: State, rows, lengths) -> State:
-    """Returns the state with the history of each of `rows` cut back to `lengths` tokens (each at most what it holds)."""
+def truncate(state: State, rows: Integers, lengths: Integers) -> State:
+    """Returns the state with the history of each of `rows` cut back to `lengths` tokens; pages behind them are free.
+
+    Args:
+      state: stays usable, as with `release`.
+      rows: slot numbers, i32[n].
+      lengths: i32[n] tokens, each at most what the slot holds.
+
+    Raises:
+      TypeError: rows or lengths that are not whole numbers.
+      ValueError: a slot out of range or named twice, a length below 0 or above what the slot holds.
+      StaleStateError: the state was already consumed.
+    """
     require_live(state)
-    rows, lengths = check_rows(state, rows), as_integers(lengths, "lengths")
-    if rows.shape != lengths.shape:
-        raise ValueError(f"truncate needs one length a row, got {len(rows)} rows and {len(lengths)} lengths")
+    slots, wanted = check_rows(state, rows), as_integers(lengths, "lengths")
+    if slots.shape != wanted.shape:
+        raise ValueError(f"truncate needs one length a row, got {len(slots)} rows and {len(wanted)} lengths")
     held = state.num_tokens
-    for row, length in zip(rows, lengths, strict=True):
-        if not 0 <= length <= held[row]:
-            raise ValueError(f"slot {row} holds {held[row]} tokens and cannot be truncated to {length}")
+    for slot, length in zip(slots, wanted, strict=True):
+        if not 0 <= length <= held[slot]:
+            raise ValueError(f"slot {slot} holds {held[slot]} tokens and cannot be truncated to {length}")
     total = held.copy()
-    total[rows] = lengths
+    total[slots] = wanted
     own = pages.truncate(state.kv.own, np.minimum(total, state.kv.lengths).astype(np.int32))
     return _with_own(state, own, np.where(total > own.lengths, state.pending, -1))
 
 
 def check_integrity(state: State) -> None:
-    """Raises `jaxkv.kv.pages.IntegrityError` unless ownership, lengths and array shapes of the state agree."""
+    """Raises `jaxkv.kv.integrity.IntegrityError` unless ownership, lengths and array shapes of the state agree.
+
+    For tests and debugging: O(pool pages) on the host.
+
+    Raises:
+      StaleStateError: the state was already consumed.
+    """
     require_live(state)
-    pages.check_integrity(state.kv.own)
+    integrity.check_integrity(state.kv.own)
     B, M = state.kv.page_table.shape
     C = state.kv.refcounts.shape[0]
-    expected = (state.static.model.num_layers * C, state.static.model.num_kv_heads, state.kv.page_size, state.static.model.head_dim)
+    config = state.static.model
+    heads, head_dim = pool_heads(config.num_kv_heads, config.head_dim, state.static.platform)
+    expected = (config.num_layers * C, heads, state.kv.page_size, head_dim)
     for name, got, want in (
         ("k_pages", state.kv.k_pages.shape, expected),
         ("v_pages", state.kv.v_pages.shape, expected),
@@ -174,9 +227,9 @@ def check_integrity(state: State) -> None:
         ("pending", state.pending.shape, (B,)),
     ):
         if tuple(got) != want:
-            raise pages.IntegrityError(f"{name} has shape {tuple(got)}, expected {want}")
+            raise integrity.IntegrityError(f"{name} has shape {tuple(got)}, expected {want}")
     if (state.num_tokens > state.max_tokens_per_slot).any():
-        raise pages.IntegrityError(f"a slot holds {state.num_tokens.max()} tokens of at most {state.max_tokens_per_slot}")
+        raise integrity.IntegrityError(f"a slot holds {state.num_tokens.max()} tokens of at most {state.max_tokens_per_slot}")
 
 
 def require_live(state: State) -> None:
@@ -191,31 +244,11 @@ def require_live(state: State) -> None:
         )
 
 
-def as_integers(values, name: str) -> np.ndarray:
-    """The values as one axis of integers; TypeError if they are anything else."""
-    array = np.atleast_1d(np.asarray(values))
-    array = array if array.size else array.astype(np.int32)  # numpy takes [] for floats
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name} must be a flat list of whole numbers, got {array.dtype} of shape {array.shape}")
-    return array
-
-
-def check_rows(state: State, rows) -> np.ndarray:
-    """The rows as an array; raises ValueError unless they are distinct slot numbers of this state, TypeError if no integers."""
-    rows = as_integers(rows, "rows")
-    for row in rows:
-        if not 0 <= row < state.num_slots:
-            raise ValueError(f"row {row} is not a slot: this state has {state.num_slots} slots, 0 to {state.num_slots - 1}")
-    if len(set(rows.tolist())) != len(rows):
-        raise ValueError(f"rows name a slot twice: {rows.tolist()}")
-    return rows
-
-
 def frozen(array: np.ndarray) -> np.ndarray:
     """The array, read-only."""
     array.setflags(write=False)
     return array
 
 
-def _with_own(state: State, own, pending) -> State:
+def _with_own(state: State, own: Ownership, pending: np.ndarray) -> State:
     return dataclasses.replace(state, kv=dataclasses.replace(state.kv, own=own), pending=frozen(np.asarray(pending, np.int32)))

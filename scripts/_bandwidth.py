@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.model import linear
 from jaxkv.model.linear import Experts, Linear
 from scripts._script import num_cores
 
@@ -54,7 +53,7 @@ def weight_bytes(model, rows: int) -> int:
         total += rows * (embed.weight.nbytes + _nbytes(embed.scale)) // config.vocab_size
     for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Linear | Experts)):
         if isinstance(leaf, Linear):
-            total += _linear_bytes(leaf, rows)
+            total += leaf.bytes_read(rows, model.storage.dtype)
         elif isinstance(leaf, Experts):
             used = min(1.0, rows * config.experts_per_token / config.num_experts)
             total += round((leaf.weight.nbytes + _nbytes(leaf.scale)) * used)
@@ -69,13 +68,6 @@ def kv_bytes(model, rows: int, tokens: float) -> int:
     itemsize = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=1).kv.k_pages.dtype.itemsize
     seen = sum(min(tokens, window) if window else tokens for window in config.layer_windows)
     return round(2 * rows * seen * config.num_kv_heads * config.head_dim * itemsize)
-
-
-def _linear_bytes(weight: Linear, rows: int) -> int:
-    """The form that a product of so many rows reads (see `jaxkv.model.linear`)."""
-    many = rows >= linear._MANY_ROWS and weight.platform == "cpu" and weight.wide is not None
-    read = _nbytes(weight.wide) if many else weight.weight.nbytes + _nbytes(weight.scale)
-    return read + _nbytes(weight.bias)
 
 
 def _nbytes(array) -> int:

@@ -32,6 +32,21 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class Integers(flags.ArgumentParser):
+    """Parses numbers from 1 on, separated by commas, into a list."""
+
+    def parse(self, argument) -> list[int]:
+        """The list; ValueError names the part that is no such number."""
+        parts = argument if isinstance(argument, list) else argument.split(",")
+        for part in parts:
+            if not str(part).strip().isdecimal() or int(part) < 1:
+                raise ValueError(f"{str(part).strip()!r} is not a whole number from 1 on: write 100 or 100,4000")
+        return [int(part) for part in parts]
+
+    def flag_type(self) -> str:
+        return "integers"
+
+
 def _parse(argv: list[str]) -> list[str]:
     if any(arg in _HELP for arg in argv[1:]):
         sys.stdout.write(_help(argv[0]))
@@ -39,7 +54,7 @@ def _parse(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        _fail(f"{error} (--help lists the flags)")
+        _fail(f"{' '.join(str(error).split())} (--help lists the flags)")
     _quiet_logs()
     return rest
 
@@ -70,8 +85,10 @@ def _guarded(main, argv: list[str]) -> None:
 
 
 def _fail(message: str) -> NoReturn:
+    """Says what is wrong in one line; lists that a message lays out in indented lines stay lists."""
     sys.stdout.flush()
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    lines = [" ".join(line.split()) for line in message.split("\n  ")]
+    sys.stderr.write("error: " + "\n  ".join(lines) + "\n")
     sys.exit(1)
 
 
@@ -98,10 +115,11 @@ def _help(program: str) -> str:
 
 def _describe(flag) -> tuple[str, str]:
     """A flag as it is written, and what it does; absl puts values and repetition into its help, here they are in the first part."""
-    default = "" if flag.default in (None, False, []) else f" (default: {flag.default})"
+    value = ",".join(map(str, flag.default)) if isinstance(flag.default, list) else flag.default
+    default = "" if value in (None, False, "") else f" (default: {value})"
     if flag.boolean:
         return f"--[no]{flag.name}", flag.help + default
     if isinstance(flag, flags.EnumFlag):
         return f"--{flag.name}={'|'.join(flag.parser.enum_values)}", flag.help.split(">: ", 1)[-1] + default
-    kind = {"int": "N", "float": "X"}.get(flag.flag_type(), "TEXT")
+    kind = {"int": "N", "integers": "N,...", "float": "X"}.get(flag.flag_type(), "TEXT")
     return f"--{flag.name}={kind}" + (" ..." if isinstance(flag, flags.MultiFlag) else ""), flag.help.split(";\n")[0] + default

@@ -1,6 +1,9 @@
 """Continues prompts, or chats, with a model on this machine.
 
-Text streams to stdout; what is slow and how fast it went goes to stderr.
+Text streams to stdout; what is slow and how fast it went goes to stderr. There TTFT
+is the time from the call to the first token, compiling included; TPOT the mean time
+between tokens after it, and tok/s the tokens after each first one in a second of that
+time, without compiling.
 
   python scripts/generate.py --prompt "The capital of France is"
   python scripts/generate.py --model model.gguf --prompt_file prompts.txt --temperature 0.8 --json
@@ -10,6 +13,7 @@ Text streams to stdout; what is slow and how fast it went goes to stderr.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 import sys
@@ -30,9 +34,12 @@ flags.DEFINE_string("prompt_file", None, "A UTF-8 file with one prompt a line; -
 flags.DEFINE_bool("chat", False, "Talk with the model turn by turn; its KV stays between turns. Turns may come through a pipe.")
 flags.DEFINE_integer("max_new_tokens", 128, "Tokens to emit a prompt or turn, at most.", lower_bound=1)
 flags.DEFINE_integer("max_tokens", None, "Room of a prompt and its text, or of a chat (4096), in tokens.", lower_bound=1)
-flags.DEFINE_float("temperature", 0.0, "0 always takes the likeliest token.", lower_bound=0.0)
-flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: all.", lower_bound=0)
-flags.DEFINE_float("top_p", 1.0, "Draw among the fewest likeliest tokens that reach this probability together.", 0.0, 1.0)
+_MODELS = "; without it what the model's makers recommend"
+flags.DEFINE_float("temperature", None, f"0 always takes the likeliest token{_MODELS}, else 0.", lower_bound=0.0)
+flags.DEFINE_integer("top_k", None, f"Draw among the k likeliest tokens, 0: all{_MODELS}, else 0.", lower_bound=0)
+flags.DEFINE_float(
+    "top_p", None, f"Draw among the fewest likeliest tokens that reach this probability together{_MODELS}, else 1.", 0.0, 1.0
+)
 flags.DEFINE_integer("seed", None, "Makes draws repeatable; without it every run draws anew.", lower_bound=0)
 flags.DEFINE_enum("weights", None, _script.WEIGHTS, "How weights are stored; without it what suits the backend.")
 flags.DEFINE_enum("dtype", None, _script.DTYPES, "Of the operands of large products; without it as --weights wants.")
@@ -44,6 +51,8 @@ _LEAST_ROOM = 256  # tokens; room grows in powers of two, so that prompts of man
 
 def main(terminal) -> None:
     """Loads the model and runs the prompts or the chat."""
+    if FLAGS.json:
+        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # JSON is, whatever the terminal
     if FLAGS.chat and (FLAGS.prompt or FLAGS.prompt_file or FLAGS.json):
         raise ValueError("--chat reads its text from the terminal: leave out --prompt, --prompt_file and --json")
     prompts = [] if FLAGS.chat else _prompts()
@@ -52,10 +61,12 @@ def main(terminal) -> None:
     from jaxkv.io.cache import use_compilation_cache
 
     use_compilation_cache()
-    sampling = _sampling()
+    given: dict = {name: FLAGS[name].value for name in ("temperature", "top_k", "top_p") if FLAGS[name].value is not None}
+    jaxkv.Sampling(**given)  # what is wrong with them is said before seconds of loading
     model = jaxkv.load_model(FLAGS.model, dtype=FLAGS.dtype, weights=FLAGS.weights, report=terminal)
     if model.tokenizer is None:
         raise ValueError(f"{FLAGS.model} comes without a tokenizer (a tokenizer.json): text cannot become tokens")
+    sampling = _sampling(model, given, terminal)
     if FLAGS.chat:
         _chat(model, sampling, terminal)
     else:
@@ -78,13 +89,24 @@ def _prompts() -> list[str]:
     return prompts
 
 
-def _sampling():
+def _sampling(model, given: dict, terminal):
+    """The flags where they are given, else what the model's makers recommend, which is then told."""
     import secrets
 
     import jaxkv
 
     seed = secrets.randbits(32) if FLAGS.seed is None else FLAGS.seed
-    return jaxkv.Sampling(temperature=FLAGS.temperature, top_k=FLAGS.top_k, top_p=FLAGS.top_p, seed=seed)
+    sampling = dataclasses.replace(model.sampling, seed=seed, **given)
+    counts = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if sampling.temperature else ("repetition_penalty",)
+    told = [
+        f"{name} {getattr(sampling, name):g}"
+        for name in counts
+        if name not in given and getattr(sampling, name) != getattr(jaxkv.Sampling(), name)
+    ]
+    if told:
+        terminal.done()
+        sys.stderr.write(f"[as the model's makers recommend: {', '.join(told)}; --temperature=0 takes the likeliest tokens]\n")
+    return sampling
 
 
 def _continue(model, prompts, sampling, terminal) -> None:
@@ -95,7 +117,7 @@ def _continue(model, prompts, sampling, terminal) -> None:
     for prompt, ids in zip(prompts, tokens, strict=True):
         if not ids:
             raise ValueError(f"prompt {prompt!r} has no tokens: there is nothing to continue")
-    room = FLAGS.max_tokens or _room(max(map(len, tokens)) + FLAGS.max_new_tokens, model.config.max_positions)
+    room = _room(max(map(len, tokens)), model.config.max_positions)
     state = jaxkv.init_state(model, num_slots=min(len(prompts), _MAX_ROWS), max_tokens_per_slot=room)
     for first in range(0, len(prompts), _MAX_ROWS):
         rows = slice(first, first + _MAX_ROWS)
@@ -106,10 +128,25 @@ def _continue(model, prompts, sampling, terminal) -> None:
             raise ValueError("the model's logits are NaN or infinite: its weights are broken, or too large for this --dtype")
 
 
-def _room(needed: int, limit: int) -> int:
-    """Tokens a slot; more than the model's limit if that is needed, which `init_state` then refuses in its words."""
-    room = max(_LEAST_ROOM, 1 << (needed - 1).bit_length())
-    return max(needed, min(room, limit))
+def _room(longest: int, limit: int) -> int:
+    """Tokens a slot: --max_tokens, or what the longest prompt and its text need, within the model's limit.
+
+    Raises:
+      ValueError: they do not fit; says which flag to change.
+    """
+    needed = longest + FLAGS.max_new_tokens
+    asked = f"the longest prompt has {longest} tokens and --max_new_tokens={FLAGS.max_new_tokens} asks for as many more, {needed} in all"
+    _check_max_tokens(limit)
+    if needed > limit:
+        raise ValueError(f"{asked}, but the model takes at most {limit}: shorten the prompt, or give fewer --max_new_tokens")
+    if FLAGS.max_tokens and needed > FLAGS.max_tokens:
+        raise ValueError(f"--max_tokens={FLAGS.max_tokens} is too small: {asked}; give more of it, or fewer --max_new_tokens")
+    return FLAGS.max_tokens or min(max(_LEAST_ROOM, 1 << (needed - 1).bit_length()), limit)
+
+
+def _check_max_tokens(limit: int) -> None:
+    if FLAGS.max_tokens and FLAGS.max_tokens > limit:
+        raise ValueError(f"--max_tokens={FLAGS.max_tokens} is more than the {limit} tokens that the model takes: give at most that")
 
 
 def _run(model, state, prompts, tokens, sampling, terminal):
@@ -132,7 +169,7 @@ def _run(model, state, prompts, tokens, sampling, terminal):
         if FLAGS.json:
             tokens, reason = output.tokens[i].tolist(), output.finish_reasons[i]
             fields = {"prompt": prompt, "text": output.text[i], "tokens": tokens, "finish_reason": reason}
-            sys.stdout.write(json.dumps(fields) + "\n")
+            sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
         else:
             sys.stdout.write(f"{echo[i]}{output.text[i]}\n\n")
     sys.stdout.flush()
@@ -167,6 +204,7 @@ def _chat(model, sampling, terminal) -> None:
             f"{FLAGS.model} has no chat template, so it only continues text: use --prompt instead of --chat, or --model with a"
             " model that is tuned to chat"
         )
+    _check_max_tokens(model.config.max_positions)
     room = FLAGS.max_tokens or min(4096, model.config.max_positions)
     state = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=room)
     messages: list[dict[str, str]] = []
@@ -242,10 +280,11 @@ def _report(state, output) -> None:
 
     t = output.timings
     used = state.kv.nbytes * int(pages_in_use(state.kv.own)) / state.kv.refcounts.shape[0]
-    rate = (t.new_tokens - len(output.rows)) / (t.total_s - t.ttft_s) if t.new_tokens > len(output.rows) else 0.0
+    rate = (t.new_tokens - len(output.rows)) / t.decode_s if t.decode_s else 0.0
+    compiled = f" without the {t.compile_s:.1f} s of compiling" if t.compile_s >= 0.05 else ""
     sys.stderr.write(
         f"[{t.prompt_tokens} prompt + {t.new_tokens} new tokens; TTFT {t.ttft_s * 1e3:.0f} ms, TPOT {t.tpot_s * 1e3:.1f} ms,"
-        f" {rate:.1f} tok/s; KV {used / 2**20:.1f} of {state.kv.nbytes / 2**20:.1f} MiB in use]\n"
+        f" {rate:.1f} tok/s{compiled}; KV {used / 2**20:.1f} of {state.kv.nbytes / 2**20:.1f} MiB in use]\n"
     )
     sys.stderr.flush()
 

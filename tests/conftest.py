@@ -29,3 +29,9 @@ def hf_tiny():
         return loaded[name]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def long_text(model):
+    """A prompt longer than the window and its next 24 greedy tokens."""
+    return engine.prompt(40), engine.greedy(model, engine.prompt(40), 24)

@@ -86,6 +86,12 @@ def test_16_bit_greedy_equals_float32(models, how):
         assert generated(models("bfloat16"), text, how) == text["greedy"]
 
 
+def test_16_bit_greedy_equals_float32_in_a_batch(models):
+    state = jaxkv.init_state(models("bfloat16"), num_slots=len(TEXTS), max_tokens_per_slot=1024)
+    _, out = jaxkv.generate(state, [text["token_ids"] for text in TEXTS], max_new_tokens=[len(text["greedy"]) for text in TEXTS])
+    assert [row.tolist() for row in out.tokens] == [text["greedy"] for text in TEXTS]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["one-shot", "chunked", "continued"])
 def test_float32_greedy_of_all_texts(models, how):
@@ -110,13 +116,13 @@ def test_sampled_text_does_not_depend_on_neighbours(models):
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_decode_is_in_place(models, weights, kv_dtype):
     model = models(weights)
     state = jaxkv.init_state(model, num_slots=2, max_tokens_per_slot=4096, kv_dtype=kv_dtype)
     B, i32 = 2, np.int32
     lowered = step("decode", "cpu").lower(
-        state.params, Pools(state.kv.k_pages, state.kv.v_pages, state.history), state.kv.page_table, np.zeros(B, i32),
+        state.params, Pools(state.kv.k_pages, state.kv.v_pages, state.kv.kv_scales, state.history), state.kv.page_table, np.zeros(B, i32),
         np.arange(B, dtype=i32), np.zeros((B, 1), i32), np.ones(B, i32), static=state.static, all_logits=False,
     )  # fmt: skip
     memory = lowered.compile().memory_analysis()

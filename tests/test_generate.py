@@ -1,9 +1,7 @@
 """`generate` against `score`: what a cached, chunked, batched, continued, streamed text must equal is the text computed without a cache."""
 
 import dataclasses
-import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,21 +9,20 @@ from engine import (
     ATOL,
     MOE,
     B,
-    FakeTokenizer,
     S,
     V,
     assert_all_pages_return,
     greedy,
-    log_softmax,
     make_model,
     new_state,
     oracle,
     prompt,
     tiny_config,
+    tokens_of,
 )
 
 import jaxkv
-from jaxkv import Sampling
+from jaxkv import Sampling, stream
 from jaxkv.config import RopeConfig
 from jaxkv.kv import pages
 
@@ -33,16 +30,6 @@ ALL_AT_ONCE = dict(
     num_kv_heads=1, norm_placement="both", qk_norm="head", attn_soft_cap=5.0, final_soft_cap=8.0, tie_embeddings=True,
     embed_scale=3.0, activation="gelu_tanh", layer_ropes=(0, 1), ropes=(RopeConfig(theta=1e3), RopeConfig(kind="linear", factor=4.0)), **MOE,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def long_text(model):
-    """A prompt longer than the window and its next 24 greedy tokens."""
-    return prompt(40), greedy(model, prompt(40), 24)
-
-
-def tokens_of(output):
-    return [t.tolist() for t in output.tokens]
 
 
 # One text, many ways
@@ -223,8 +210,8 @@ def test_finished_rows_end_the_call(model, monkeypatch):
     text = prompt(9)
     first = greedy(model, text, 1)[0]
     dispatched = []
-    real = jaxkv.generate.__globals__["step"]
-    monkeypatch.setitem(jaxkv.generate.__globals__, "step", lambda name, platform: dispatched.append(name) or real(name, platform))
+    real = stream.step
+    monkeypatch.setattr(stream, "step", lambda name, platform: dispatched.append(name) or real(name, platform))
     _, output = jaxkv.generate(new_state(model), [text, text], max_new_tokens=[60, 0], sampling=Sampling(stop_token_ids=[first]))
     assert tokens_of(output) == [[first], []]
     assert output.finish_reasons == ["stop", "length"]
@@ -303,307 +290,3 @@ def test_a_host_buffer_may_be_reused_at_once(model):
     np.testing.assert_allclose(logits[0], expected[-2], atol=ATOL, rtol=0)
     np.testing.assert_allclose(next_logits[0], expected[-1], atol=ATOL, rtol=0)
     assert state.tokens(1).tolist() == text + [3]
-
-
-# Sampling options
-
-
-def test_unseeded_rows_and_calls_differ_and_come_back_with_the_states_seed(model):
-    sampling = Sampling(temperature=2.0)
-
-    def two_calls(seed):
-        state, first = jaxkv.generate(new_state(model, seed=seed), [prompt(8)] * 3, max_new_tokens=8, sampling=sampling)
-        state, second = jaxkv.generate(jaxkv.release(state, range(B)), [prompt(8)] * 3, max_new_tokens=8, sampling=sampling)
-        return tokens_of(first) + tokens_of(second)
-
-    texts = two_calls(seed=1)
-    assert len(set(map(tuple, texts))) == 6
-    assert two_calls(seed=1) == texts
-    assert two_calls(seed=2) != texts
-
-
-def test_a_greedy_call_leaves_the_key_alone(model):
-    state = new_state(model)
-    after, _ = jaxkv.generate(state, [prompt(8)], max_new_tokens=2)
-    assert (jax.random.key_data(after.key) == jax.random.key_data(state.key)).all()
-
-
-def test_parallel_samples_share_the_prompt_and_part_ways(model):
-    sampling = Sampling(temperature=2.0, seed=4, n=3)
-    text = prompt(20)
-    _, alone = jaxkv.generate(new_state(model), [text], rows=[1], max_new_tokens=8, sampling=Sampling(temperature=2.0, seed=4))
-    state, output = jaxkv.generate(new_state(model), [text], rows=[1], max_new_tokens=8, sampling=sampling)
-    assert output.rows == [1, 0, 2]
-    assert tokens_of(output)[0] == tokens_of(alone)[0]
-    assert len(set(map(tuple, tokens_of(output)))) == 3
-    jaxkv.check_integrity(state)
-    assert (state.kv.refcounts == 3).sum() == 2  # the prompt's two full pages; its third was copied before writing
-    for row, tokens in zip(output.rows, tokens_of(output), strict=True):
-        assert state.tokens(row).tolist() == text + tokens
-    state, more = jaxkv.generate(state, [[]] * 3, rows=output.rows, max_new_tokens=4)
-    assert tokens_of(more) == [greedy(model, text + tokens, 4) for tokens in tokens_of(output)]
-    assert_all_pages_return(state)
-
-
-def test_parallel_samples_of_two_prompts_with_limits_and_reasons(model):
-    state, output = jaxkv.generate(
-        new_state(model),
-        [prompt(9), prompt(16)],
-        rows=[3, 0],
-        max_new_tokens=[1, 3],
-        sampling=Sampling(temperature=1.0, n=2, logprobs=1),
-    )
-    assert output.rows == [3, 1, 0, 2]
-    assert [len(t) for t in output.tokens] == [1, 1, 3, 3]
-    assert [len(p) for p in output.logprobs] == [1, 1, 3, 3]
-    jaxkv.check_integrity(state)
-    histories = [state.tokens(row).tolist() for row in range(B)]
-    state, more = jaxkv.generate(state, [[]] * B, max_new_tokens=3)
-    assert tokens_of(more) == [greedy(model, history, 3) for history in histories]
-    assert_all_pages_return(state)
-
-
-def test_logprobs_are_the_models_own(model):
-    """Log-softmax of the raw logits, whatever bias, penalty and temperature chose the token."""
-    text = prompt(20)
-    sampling = Sampling(
-        temperature=[0, 1.5, 0],
-        seed=9,
-        logprobs=[5, 0, None],
-        logit_bias=[{7: 30.0}, None, None],
-        repetition_penalty=[1.3, 1.0, 1.0],
-    )
-    _, output = jaxkv.generate(new_state(model), [text] * 3, max_new_tokens=4, sampling=sampling)
-    for row, alternatives in ((0, 5), (1, 0)):
-        tokens = tokens_of(output)[row]
-        logprobs = log_softmax(oracle(model, text + tokens)[len(text) - 1 : -1])
-        for given, token, expected in zip(output.logprobs[row], tokens, logprobs, strict=True):
-            assert given.token == token
-            assert given.logprob == pytest.approx(expected[token], abs=ATOL)
-            best = np.argsort(-expected, kind="stable")[:alternatives]
-            assert [t for t, _ in given.top] == best.tolist()
-            assert [p for _, p in given.top] == pytest.approx(expected[best].tolist(), abs=ATOL)
-    assert tokens_of(output)[0][0] == 7  # the bias won, and then the penalty did not
-    _, output = jaxkv.generate(new_state(model), [text], max_new_tokens=1)
-    assert output.logprobs is None
-
-
-def test_penalties_and_bias_choose_what_a_naive_loop_chooses(model):
-    text = prompt(12) * 2
-    repetition, presence, frequency, bias = 1.5, 0.7, 0.4, {3: 1.5, 50: -np.inf, 99: -2.0}
-    expected = []
-    for _ in range(16):
-        x = oracle(model, text + expected)[-1].astype(np.float64)
-        for token, value in bias.items():
-            x[token] += value
-        seen = list(set(text + expected))
-        x[seen] = np.where(x[seen] > 0, x[seen] / repetition, x[seen] * repetition)
-        for token in expected:
-            x[token] -= frequency
-        x[list(set(expected))] -= presence
-        expected.append(int(x.argmax()))
-    sampling = Sampling(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias)
-    _, output = jaxkv.generate(new_state(model), [text], max_new_tokens=16, sampling=sampling)
-    assert tokens_of(output) == [expected]
-
-
-# A model whose logits are not numbers
-
-
-def poisoned(model, token):
-    """The model with NaN for the embedding of one token: a row fails once it has run that token."""
-    embed = model.params["embed"]
-    embed = dataclasses.replace(embed, weight=embed.weight.at[token].set(jnp.nan))
-    return dataclasses.replace(model, params={**model.params, "embed": embed})
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=2, logprobs=2, repetition_penalty=1.1)])
-def test_nan_logits_fail_their_row_only(model, sampling):
-    texts = [prompt(20, 1), prompt(20, 2), prompt(9, 3)]
-    _, clean = jaxkv.generate(new_state(model), texts, max_new_tokens=8, sampling=sampling)
-    used = set(sum(texts, []) + sum(tokens_of(clean), []))
-    bad = next(t for t in range(V) if t not in used)
-    sick = poisoned(model, bad)
-    state, output = jaxkv.generate(
-        new_state(sick), [texts[0], texts[1][:10] + [bad], texts[2]], max_new_tokens=8, sampling=sampling
-    )
-    assert output.finish_reasons == ["length", "error", "length"]
-    assert tokens_of(output) == [tokens_of(clean)[0], [], tokens_of(clean)[2]]
-    jaxkv.check_integrity(state)
-    # Pages that hold NaN are reused by a healthy row.
-    state = jaxkv.release(state, [1])
-    state, output = jaxkv.generate(state, [texts[1]], rows=[1], max_new_tokens=8, sampling=sampling)
-    assert tokens_of(output) == [tokens_of(clean)[1]]
-    assert output.finish_reasons == ["length"]
-
-
-def test_a_row_that_fails_on_its_way_keeps_what_it_emitted(model, long_text):
-    text, expected = long_text
-    at = next(i for i in range(2, 20) if expected[i] not in expected[:i] + text)
-    tokenizer = FakeTokenizer({expected[at]: b"\xc3"})  # half a character, held back when the row fails
-    sick = dataclasses.replace(poisoned(model, expected[at]), tokenizer=tokenizer)
-    run = jaxkv.generate(new_state(sick), [text], max_new_tokens=24, stream=True)
-    events = list(run)
-    state, output = run.finish()
-    assert tokens_of(output) == [expected[: at + 1]]
-    assert output.finish_reasons == ["error"] and events[-1].finish_reason == "error"
-    assert "".join(e.text for e in events) == output.text[0] == tokenizer.decode(expected[: at + 1])
-    assert state.tokens(0).tolist() == text + expected[: at + 1]
-    jaxkv.check_integrity(state)
-    state = jaxkv.truncate(state, [0], [len(text) + at])  # back to before the token that broke it
-    state, output = jaxkv.generate(state, [[]], max_new_tokens=1)
-    assert tokens_of(output) == [[expected[at]]]
-
-
-def test_infinite_logits_fail_their_row_only(model):
-    text = prompt(20)
-    bad = next(t for t in range(V) if t not in text)
-    head = model.params["head"]
-    sick = dataclasses.replace(
-        model, params={**model.params, "head": dataclasses.replace(head, weight=head.weight.at[bad].set(jnp.inf))}
-    )
-    _, output = jaxkv.generate(new_state(sick), [text], max_new_tokens=3)
-    assert output.finish_reasons == ["error"] and tokens_of(output) == [[]]
-
-
-# Text, stop strings, streams
-
-
-@pytest.fixture(scope="module")
-def speaking(model):
-    return dataclasses.replace(model, tokenizer=FakeTokenizer())
-
-
-def test_text_is_what_the_tokenizer_makes_of_the_tokens(speaking, long_text):
-    text, expected = long_text
-    _, output = jaxkv.generate(new_state(speaking), [text, prompt(3)], max_new_tokens=[24, 2])
-    assert output.text == [speaking.tokenizer.decode(tokens) for tokens in output.tokens]
-    _, output = jaxkv.generate(new_state(dataclasses.replace(speaking, tokenizer=None)), [text], max_new_tokens=1)
-    assert output.text is None
-
-
-@pytest.mark.parametrize("span", [(5, 8), (4, 6), (4, 5), (0, 1), (1, 12), (47, 48)])
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_roll_back_what_they_are_part_of(speaking, long_text, span, stream):
-    text, expected = long_text
-    said = speaking.tokenizer.decode(expected)
-    stop = said[slice(*span)]
-    at = said.find(stop)
-    kept = expected[: at // 2]  # two letters a token
-    got = jaxkv.generate(
-        new_state(speaking),
-        [text, prompt(5)],
-        max_new_tokens=[24, 3],
-        sampling=Sampling(stop=[[stop, "?"], []], logprobs=0),
-        stream=stream,
-    )
-    state, output = got.finish() if stream and not list(got) else (got.finish() if stream else got)
-    assert output.finish_reasons == ["stop", "length"]
-    assert tokens_of(output) == [kept, greedy(speaking, prompt(5), 3)]
-    assert output.text[0] == said[:at]
-    assert len(output.logprobs[0]) == len(kept)
-    assert state.tokens(0).tolist() == text + kept
-    jaxkv.check_integrity(state)
-    state, rest = jaxkv.generate(state, [[]], max_new_tokens=24 - len(kept))
-    assert tokens_of(rest) == [expected[len(kept) :]]
-
-
-def test_a_stop_string_that_does_not_come_holds_nothing_back(speaking, long_text):
-    text, expected = long_text
-    said = speaking.tokenizer.decode(expected[:6])
-    run = jaxkv.generate(new_state(speaking), [text], max_new_tokens=6, sampling=Sampling(stop=said[-3:] + "?"), stream=True)
-    assert "".join(e.text for e in run) == said
-    assert run.finish()[1].text == [said]
-
-
-def test_characters_are_shown_whole(model, long_text):
-    text, expected = long_text
-    at = next(i for i in range(3, 20) if expected[i] != expected[i + 1])
-    tokenizer = FakeTokenizer({expected[at]: b"\xc3", expected[at + 1]: b"\xa9"})
-    speaking = dataclasses.replace(model, tokenizer=tokenizer)
-    for count in (at + 1, at + 2):
-        run = jaxkv.generate(new_state(speaking), [text], max_new_tokens=count, stream=True)
-        shown = [e.text for e in run]
-        assert "".join(shown) == run.finish()[1].text[0] == tokenizer.decode(expected[:count])
-        assert shown[at] == ("\ufffd" if count == at + 1 else "")
-        assert count == at + 1 or shown[at + 1] == "é"
-
-
-def test_a_character_begun_in_one_call_is_completed_in_the_next(model, long_text):
-    text, expected = long_text
-    at = next(i for i in range(3, 20) if expected[i] != expected[i + 1])
-    halves = {expected[at]: b"\xc3", expected[at + 1]: b"\xa9"}
-    tokenizer = FakeTokenizer({expected[i]: b"." for i in range(24)} | halves)
-    state, first = jaxkv.generate(new_state(dataclasses.replace(model, tokenizer=tokenizer)), [text], max_new_tokens=at + 1)
-    assert first.text[0].endswith("\ufffd")
-    state, second = jaxkv.generate(state, [[]], max_new_tokens=1)
-    assert second.text == ["é"]
-    state, again = jaxkv.generate(jaxkv.truncate(state, [0], [len(text) + at + 1]), [[]], max_new_tokens=1)  # none is pending now
-    assert again.text == ["é"]
-
-
-def test_stop_strings_need_a_tokenizer(model):
-    state = new_state(model)
-    with pytest.raises(ValueError, match="tokenizer"):
-        jaxkv.generate(state, [prompt(3)], sampling=Sampling(stop="x"))
-    jaxkv.check_integrity(state)
-
-
-def test_a_stream_is_the_whole_output_in_pieces(speaking):
-    texts, limits = [prompt(20), prompt(3), prompt(7)], [9, 0, 4]
-    sampling = Sampling(temperature=1.0, seed=6, logprobs=1)
-    _, whole = jaxkv.generate(new_state(speaking), texts, rows=[2, 0, 1], max_new_tokens=limits, sampling=sampling)
-    run = jaxkv.generate(new_state(speaking), texts, rows=[2, 0, 1], max_new_tokens=limits, sampling=sampling, stream=True)
-    tokens, text, reasons = [[], [], []], ["", "", ""], [None] * 3
-    for event in run:
-        assert reasons[event.index] is None, "an event after the end"
-        assert event.row == [2, 0, 1][event.index]
-        tokens[event.index] += event.tokens
-        text[event.index] += event.text
-        reasons[event.index] = event.finish_reason
-    state, output = run.finish()
-    assert run.finish()[0] is state  # as often as one likes
-    assert tokens == tokens_of(output) == tokens_of(whole)
-    assert text == output.text == whole.text
-    assert output.logprobs == whole.logprobs
-    assert reasons == ["length", None, "length"] and output.finish_reasons == ["length"] * 3
-    jaxkv.check_integrity(state)
-
-
-@pytest.mark.parametrize("read", [0, 1, 2, 5, 11])
-def test_leaving_a_stream_early_loses_nothing(speaking, read):
-    texts = [prompt(16), prompt(21)]
-    expected = [greedy(speaking, text, 12) for text in texts]
-    run = jaxkv.generate(new_state(speaking), texts, max_new_tokens=12, stream=True)
-    tokens = [[], []]
-    for event in itertools.islice(run, read):
-        tokens[event.index] += event.tokens
-    state, output = run.finish()
-    assert list(run) == []
-    jaxkv.check_integrity(state)
-    for row in range(2):
-        got = tokens_of(output)[row]
-        assert got == expected[row][: len(got)] and len(got) >= len(tokens[row])
-        assert state.tokens(row).tolist() == texts[row] + got
-        assert output.text[row] == speaking.tokenizer.decode(got)
-    state, rest = jaxkv.generate(state, [[], []], max_new_tokens=[12 - len(t) for t in output.tokens])
-    assert [a + b for a, b in zip(tokens_of(output), tokens_of(rest), strict=True)] == expected
-    assert_all_pages_return(state)
-
-
-def test_a_stream_can_be_finished_inside_its_loop(speaking):
-    run = jaxkv.generate(new_state(speaking), [prompt(16)], max_new_tokens=12, stream=True)
-    seen = 0
-    for event in run:
-        seen += len(event.tokens)
-        state, output = run.finish()
-    assert seen == len(output.tokens[0]) == 1
-    jaxkv.check_integrity(state)
-
-
-def test_timings_add_up(model):
-    _, output = jaxkv.generate(new_state(model), [prompt(16), prompt(3)], max_new_tokens=[4, 2])
-    timings = output.timings
-    assert (timings.prompt_tokens, timings.new_tokens) == (19, 6)
-    assert 0 < timings.ttft_s <= timings.total_s
-    assert timings.tpot_s * 3 == pytest.approx(timings.total_s - timings.ttft_s, rel=0.5)

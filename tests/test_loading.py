@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from array_source import ArraySource
 from engine import HF_TINY, MOE, V, make_model, new_state, oracle, prompt, tiny_config
 
 import jaxkv
 from jaxkv.io.generation import GenerationDefaults
+from jaxkv.io.hf_source import open_hf_folder
+from jaxkv.io.source import expected_shapes
 from jaxkv.model.linear import WEIGHT_KINDS
-from jaxkv.model.params import Storage
+from jaxkv.model.params import Storage, build_params, check_params
 
 MIXED = tiny_config(**MOE, qkv_bias=True, qk_norm="head", norm_placement="both")
 
@@ -166,6 +169,63 @@ def test_a_damaged_checkpoint_is_refused(saved, tmp_path, damage):
     with pytest.raises(ValueError) as caught:
         jaxkv.load_model(folder)
     assert str(caught.value)
+
+
+# Every kind of array of the tree below, whose layer 0 is dense and layer 1 a mixture: its place in the tree, as messages name it.
+CHECKED = [
+    "embed.weight", "embed.scale", "embed.wide", "head.weight", "head.scale", "head.wide", "final_norm",
+    *(f"layers.0.{group}.{form}" for group in ("qkv", "o", "gate_up", "down") for form in ("weight", "scale", "wide")),
+    *(f"layers.1.{group}.{form}" for group in ("experts_gate_up", "experts_down") for form in ("weight", "scale")),
+    "layers.0.qkv.bias", "layers.1.router.weight", "layers.0.attn_norm", "layers.1.q_norm",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def eight_bits():
+    return make_model(MIXED, "int8")
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("damage", ["missing", "short", "dtype"])
+def test_every_array_of_a_params_tree_is_checked_and_named(eight_bits, name, damage):
+    def spoilt(node, path):
+        if path:
+            key, *rest = path
+            if isinstance(node, tuple):
+                return tuple(spoilt(child, rest) if i == int(key) else child for i, child in enumerate(node))
+            if isinstance(node, dict):
+                return {**node, key: spoilt(node[key], rest)}
+            return dataclasses.replace(node, **{key: spoilt(getattr(node, key), rest)})
+        other = node[..., :-1] if damage == "short" else node.astype(jnp.float16)
+        return None if damage == "missing" else other
+
+    check_params(eight_bits.params, eight_bits.config, eight_bits.storage, "here")
+    with pytest.raises(ValueError, match=rf"here: {name} is .*expected"):
+        check_params(spoilt(eight_bits.params, name.split(".")), eight_bits.config, eight_bits.storage, "here")
+
+
+def test_an_array_that_does_not_belong_is_named(model):
+    head = model.params["head"]
+    spoilt = {**model.params, "head": dataclasses.replace(head, bias=jnp.zeros(V))}
+    with pytest.raises(ValueError, match="head.bias is float32.*expected none"):
+        check_params(spoilt, model.config, model.storage, "here")
+
+
+def test_each_named_weight_is_where_the_model_reads_it():
+    """Fused products hold their parts in order, layer by layer; gate before up; norms and biases as they are."""
+    source = open_hf_folder(HF_TINY / "qwen2")
+    keys = expected_shapes(source.config)
+    arrays = {(name if layer is None else (name, layer)): np.asarray(source.read(name, layer)) for name, layer in keys}
+    params = build_params(ArraySource(source.config, arrays), Storage("float32", "float32", jax.default_backend()))
+    (layers,) = params["layers"]
+    for layer in range(source.config.num_layers):
+        at = lambda *names, layer=layer: np.concatenate([arrays[name, layer] for name in names])
+        np.testing.assert_array_equal(layers["qkv"].weight[layer], at("q", "k", "v"))
+        np.testing.assert_array_equal(layers["qkv"].bias[layer], at("q_bias", "k_bias", "v_bias"))
+        np.testing.assert_array_equal(layers["gate_up"].weight[layer], at("gate", "up"))
+        np.testing.assert_array_equal(layers["o"].weight[layer], at("o"))
+        np.testing.assert_array_equal(layers["mlp_norm"][layer], at("mlp_norm"))
+    np.testing.assert_array_equal(params["embed"].weight, arrays["embed"])
 
 
 def test_a_checkpoint_is_of_one_kind(saved):

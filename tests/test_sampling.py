@@ -1,4 +1,4 @@
-"""Sampling against a plain float64 oracle with its own defaults, and the conditions of other engines' bugs."""
+"""Sampling steps against a plain float64 oracle, and the conditions of other engines' bugs."""
 
 from __future__ import annotations
 
@@ -12,245 +12,29 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_oracle import (
+    FAST_MATH,
+    HISTORY,
+    KINDS,
+    PLAIN_STEP,
+    SIZES,
+    STEP,
+    TRACES,
+    B,
+    V,
+    as_sampling,
+    assert_same,
+    make_logits,
+    oracle_kept,
+    oracle_logits,
+    random_options,
+    run,
+    uniform_bits,
+)
 
 from jaxkv import sample_step, vocab_search
-from jaxkv.sample_step import MAX_BIAS, MAX_LOGPROBS, MAX_STOP, Sampled, sample
+from jaxkv.sample_step import MAX_LOGPROBS, sample
 from jaxkv.sampling import Sampling
-
-# Compiling a step takes seconds, so nearly every test has this shape.
-B, V = 6, 130
-FAST_MATH = {"xla_cpu_prefer_vector_width": 512, "xla_cpu_enable_fast_math": True}
-HISTORY = 24
-TRACES: list[tuple] = []
-
-
-def counted(*args):
-    TRACES.append(args[0].shape)
-    return sample(*args)
-
-
-STEP = jax.jit(counted, compiler_options=FAST_MATH)
-PLAIN_STEP = jax.jit(sample)
-
-
-def run(logits, sampling=None, *, history=None, lengths=None, prompt_lengths=None, seeds=None, eos=(), step=STEP) -> Sampled:
-    """Samples one step, every slot live."""
-    logits = np.asarray(logits, np.float32)
-    B, V = logits.shape  # the large vocabulary, the lone row and the statistics differ
-    history = np.zeros((B, HISTORY), np.int32) if history is None else history
-    lengths = np.zeros(B, np.int32) if lengths is None else np.asarray(lengths, np.int32)
-    arrays = (sampling or Sampling()).arrays(
-        num_slots=B,
-        rows=range(B),
-        vocab_size=V,
-        eos_token_ids=eos,
-        seeds=range(B) if seeds is None else seeds,
-        prompt_lengths=np.zeros(B, np.int32) if prompt_lengths is None else prompt_lengths,
-    )
-    return jax.tree.map(np.asarray, step(logits, history, lengths, arrays))
-
-
-def assert_same(a: Sampled, rows_a, b: Sampled, rows_b, rtol=0.0):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[rows_a], y[rows_b], rtol=rtol), a, b)
-
-
-# --- the oracle ---
-
-
-def oracle_logits(logits, options, tokens, prompt_length):
-    """Bias, then penalties, one token at a time."""
-    x = np.asarray(logits, np.float64).copy()
-    for token, bias in (options.get("logit_bias") or {}).items():
-        x[token] += bias
-    for token in set(tokens):
-        penalty = options.get("repetition_penalty", 1.0)
-        x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
-    for token in tokens[prompt_length:]:
-        x[token] -= options.get("frequency_penalty", 0.0)
-    for token in set(tokens[prompt_length:]):
-        x[token] -= options.get("presence_penalty", 0.0)
-    return x
-
-
-def oracle_kept(x, options, slack=2.0**-20):
-    """By sorting: (kept bool[V], probabilities f64[V], whether some limit is too close to call in float32)."""
-    z = (x - x.max()) / options.get("temperature", 1.0)
-    order = np.lexsort((np.arange(x.size), -x))
-    order = order[np.isfinite(x[order])]
-    k = options.get("top_k", 0)
-    if k > 0:
-        order = order[:k]
-    p = np.exp(z[order])
-    p /= p.sum()
-    close = False
-    if options.get("top_p", 1.0) < 1:
-        before = np.concatenate([[0.0], np.cumsum(p)[:-1]])
-        margin = before - options["top_p"] + slack
-        close |= bool(np.any(np.abs(margin[1:]) < 4e-7))
-        order = order[: max(1, np.count_nonzero(margin < 0))]
-    ratio = np.exp(z[order])
-    limit = options.get("min_p", 0.0) * (1 - slack)
-    close |= bool(np.any(np.abs(ratio - limit) < 4e-7 * limit))
-    order = order[ratio >= limit]
-    kept = np.zeros(x.size, bool)
-    kept[order] = True
-    probabilities = np.where(kept, np.exp(z), 0.0)
-    return kept, probabilities / probabilities.sum(), close
-
-
-def uniform_bits(seed, position) -> int:
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-    return int(jax.random.bits(key, (), jnp.uint32))
-
-
-# --- kept sets ---
-
-SIZES = (1, 2, 7, 130, 512, 513, 5000)
-KINDS = ("normal", "peaked", "ties", "constant", "zeros", "extreme")
-
-
-def make_logits(rng, kind, size):
-    if kind == "normal":
-        x = rng.normal(size=size) * 3
-    elif kind == "peaked":
-        x = rng.normal(size=size) + 12 * (rng.random(size) < 0.01)
-    elif kind == "ties":
-        x = rng.integers(-2, 3, size=size) * 0.75
-    elif kind == "constant":
-        x = np.full(size, -3.25)
-    elif kind == "zeros":
-        x = rng.choice([0.0, -0.0], size=size)
-    else:
-        x = rng.choice([1e30, -1e30, 3e38, -3e38, 0.0, 5.0], size=size)
-    return np.asarray(x, np.float32)
-
-
-LOGITS = st.builds(
-    lambda seed, kind, size: make_logits(np.random.default_rng(seed), kind, size),
-    st.integers(0, 2**32 - 1),
-    st.sampled_from(KINDS),
-    st.sampled_from(SIZES),
-)
-CUTS = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([1.0, 0.7, 2.5, 0.01]),
-        "top_k": st.sampled_from([0, -1, 1, 2, 3, 20, 64, 65, 511, 4999, 100000]),
-        "top_p": st.sampled_from([1.0, 0.95, 0.5, 0.25, 0.75, 0.999, 1e-6]),
-        "min_p": st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
-    }
-)
-
-
-def cut_arrays(options):
-    return Sampling(**options).arrays(num_slots=1, rows=[0], vocab_size=5000, eos_token_ids=(), seeds=[0], prompt_lengths=[0])
-
-
-@jax.jit
-def masses(blocks, arrays):
-    tops, highest = vocab_search.block_tops(blocks)
-    full = sample_step._mass(blocks, highest, arrays)(blocks, sample_step._ids(blocks))
-    values, ids = vocab_search.best(blocks, tops, 64)
-    return full, sample_step._mass_short(values, highest, arrays), ids
-
-
-@settings(max_examples=250, deadline=None)
-@given(logits=LOGITS, options=CUTS)
-def test_kept_set_is_the_oracles(logits, options):
-    kept, probabilities, close = oracle_kept(logits.astype(np.float64), options)
-    if close:
-        return
-    full, short, ids = masses(vocab_search.to_blocks(jnp.asarray(logits[None])), cut_arrays(options))
-    full = np.asarray(full).reshape(-1)[: logits.size].astype(np.float64)
-    # Below 2**-30 a probability is 0 in fixed point; down to 2**-28 rounding may go either way.
-    assert not full[~kept].any()
-    assert full[kept & (probabilities > 2.0**-28)].all()
-    np.testing.assert_allclose(full / full.sum(), probabilities, rtol=2e-6, atol=2.0**-29)
-    if 1 <= options["top_k"] <= 64:
-        from_short = np.zeros(64 * 512 + 5000)
-        np.add.at(from_short, np.asarray(ids)[0], np.asarray(short)[0])
-        np.testing.assert_array_equal(from_short[: logits.size], full)
-
-
-@pytest.mark.parametrize(
-    "options, kept",
-    [
-        ({"top_k": 2}, [0, 1]),
-        ({"top_k": 3}, [0, 1, 2]),  # 2 and 3 tie: the lower id
-        ({"top_p": 0.5}, [0]),
-        ({"top_p": 0.75}, [0, 1]),  # reached exactly
-        ({"top_p": 0.76}, [0, 1, 2]),
-        ({"top_p": 1e-9}, [0]),
-        ({"min_p": 0.5}, [0, 1]),
-        ({"min_p": 0.2501}, [0, 1]),
-        ({"min_p": 0.25}, [0, 1, 2, 3]),
-        ({"top_k": 2, "top_p": 0.66}, [0]),  # top_p over what top_k left: 2/3 and 1/3
-        ({"top_k": 2, "top_p": 0.67}, [0, 1]),
-        ({"temperature": 0.5, "min_p": 0.26}, [0]),  # after temperature 1 : 1/4
-        ({"temperature": 2.0, "min_p": 0.6}, [0, 1]),  # after temperature 1 : 0.71 : 0.5
-        ({"top_k": 0}, [0, 1, 2, 3]),
-        ({"top_k": -1}, [0, 1, 2, 3]),
-    ],
-)
-def test_kept_set_by_hand(options, kept):
-    logits = jnp.log(jnp.asarray([[0.5, 0.25, 0.125, 0.125]]))
-    full, _, _ = masses(vocab_search.to_blocks(logits), cut_arrays({"temperature": 1.0} | options))
-    assert np.flatnonzero(np.asarray(full).reshape(-1)).tolist() == kept
-
-
-def test_the_shortlist_weighs_each_row_as_the_whole_vocabulary_does():
-    logits = np.random.default_rng(1).normal(size=(3, V)).astype(np.float32)
-    arrays = Sampling(temperature=[0.5, 1.0, 2.0], top_k=[3, 64, 30], top_p=[1.0, 0.9, 0.8]).arrays(
-        num_slots=3, rows=range(3), vocab_size=V, eos_token_ids=(), seeds=[0] * 3, prompt_lengths=[0] * 3
-    )
-    full, short, ids = masses(vocab_search.to_blocks(jnp.asarray(logits)), arrays)
-    np.testing.assert_array_equal(np.take_along_axis(np.asarray(full).reshape(3, -1), np.asarray(ids), 1), short)
-
-
-def test_the_best_tokens_tie_by_lowest_id_across_blocks():
-    x = np.full((1, 3 * 512), -1.0, np.float32)
-    x[0, [700, 800, 5, 1100]] = [2.0, 1.0, 1.0, 1.0]
-    blocks = vocab_search.to_blocks(jnp.asarray(x))
-    values, ids = vocab_search.best(blocks, vocab_search.block_tops(blocks)[0], 5)
-    assert ids.tolist() == [[700, 5, 800, 1100, 0]] and values.tolist() == [[2.0, 1.0, 1.0, 1.0, -1.0]]
-
-
-# --- whole steps ---
-
-
-def random_options(rng, V):
-    """One row's options, each off half of the time."""
-    choices = {
-        "temperature": [1.0, 0.6, 1.7],
-        "top_k": [1, 5, 40, 64, 100],
-        "top_p": [0.9, 0.5, 0.99],
-        "min_p": [0.05, 0.3],
-        "repetition_penalty": [1.3, 0.7],
-        "presence_penalty": [0.5, -0.8],
-        "frequency_penalty": [0.3, -0.4],
-    }
-    options = {name: values[rng.integers(len(values))] for name, values in choices.items() if rng.random() < 0.5}
-    options.setdefault("temperature", 0.0)
-    if rng.random() < 0.5:
-        ids = rng.choice(V, size=min(V - 1, 9), replace=False)
-        options["logit_bias"] = {int(i): float(rng.choice([3.0, -3.0, -math.inf])) for i in ids}
-    return options
-
-
-DEFAULTS = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-}
-
-
-def as_sampling(rows, **more):
-    """Sampling with a sequence for each field."""
-    return Sampling(**{name: [row.get(name, default) for row in rows] for name, default in DEFAULTS.items()}, **more)
 
 
 @pytest.mark.parametrize("step, V", [(STEP, V), (PLAIN_STEP, V), (STEP, 40000)], ids=["fast_math", "plain", "large"])
@@ -473,7 +257,7 @@ def test_padding_never_writes_the_last_token_or_row():
         bias_ids=np.where(arrays.bias_ids < V, arrays.bias_ids, -1),
         bias_values=np.where(arrays.bias_ids < V, arrays.bias_values, -9.0).astype(np.float32),
     )
-    assert STEP(logits, history, np.full(B, 5, np.int32), negative).tokens.tolist() == [V - 1] * B
+    assert STEP(logits, history, np.full(B, 5, np.int32), negative, np.ones(B, bool)).tokens.tolist() == [V - 1] * B
     arrays = Sampling(logit_bias={0: 1.0}).arrays(
         num_slots=2, rows=[0], vocab_size=V, eos_token_ids=(), seeds=[0], prompt_lengths=[0]
     )
@@ -495,126 +279,16 @@ def test_all_rows_at_once_gives_what_one_after_the_other_gives(monkeypatch):
         assert_same(result, slice(None), expected, slice(None), rtol=1e-6)
 
 
-# --- options ---
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", "hot"),
-        ("temperature", [0.5, -1]),
-        ("temperature", None),
-        ("top_k", -2),
-        ("top_k", 1.5),
-        ("top_k", True),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("top_p", math.nan),
-        ("min_p", -0.01),
-        ("min_p", 1.01),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", -1.0),
-        ("presence_penalty", 2.01),
-        ("presence_penalty", -2.01),
-        ("frequency_penalty", math.nan),
-        ("frequency_penalty", 3),
-        ("seed", -1),
-        ("seed", 2**32),
-        ("ignore_eos", 1),
-        ("logprobs", 21),
-        ("logprobs", -1),
-        ("n", 0),
-        ("n", [1, 2]),
-        ("n", None),
-        ("max_new_tokens", -1),
-        ("logit_bias", {1: math.nan}),
-        ("logit_bias", {1: math.inf}),
-        ("logit_bias", {"a": 1.0}),
-        ("logit_bias", [{1: "x"}]),
-        ("logit_bias", 5),
-        ("stop", ""),
-        ("stop", ["a", ""]),
-        ("stop", [["a"], [""]]),
-        ("stop", 3),
-        ("stop_token_ids", "3"),
-        ("stop_token_ids", [1.5]),
-    ],
-)
-def test_a_bad_value_is_refused_by_name(field, value):
-    with pytest.raises(ValueError, match=field):
-        Sampling(**{field: value})
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"temperature": [0.5]}, "temperature has 1 entries for 2 rows"),
-        ({"stop_token_ids": [[1], [2], [3]]}, "stop_token_ids has 3 entries for 2 rows"),
-        ({"logit_bias": [{}]}, "logit_bias has 1 entries for 2 rows"),
-        ({"seed": [1, 2, 3]}, "seed has 3 entries for 2 rows"),
-        ({"logit_bias": {10: 1.0}}, "token id 10, outside the vocabulary of 0 to 9"),
-        ({"logit_bias": {-1: 1.0}}, "token id -1"),
-        ({"stop_token_ids": [10]}, "stop_token_ids holds token id 10"),
-    ],
-)
-def test_arrays_refuse_what_does_not_fit(options, words):
-    with pytest.raises(ValueError, match=words):
-        Sampling(**options).arrays(num_slots=3, rows=[0, 2], vocab_size=10, eos_token_ids=(1,), seeds=[0, 0], prompt_lengths=[0, 0])
-
-
-def test_arrays_refuse_too_many_tokens():
-    def build(**options):
-        return Sampling(**options).arrays(num_slots=1, rows=[0], vocab_size=9999, eos_token_ids=(0,), seeds=[0], prompt_lengths=[0])
-
-    build(logit_bias=dict.fromkeys(range(MAX_BIAS), 1.0), stop_token_ids=list(range(MAX_STOP)))
-    with pytest.raises(ValueError, match=f"logit_bias has {MAX_BIAS + 1} tokens"):
-        build(logit_bias=dict.fromkeys(range(MAX_BIAS + 1), 1.0))
-    with pytest.raises(ValueError, match=f"stop_token_ids has {MAX_STOP + 1} tokens"):
-        build(stop_token_ids=list(range(1, MAX_STOP + 1)))
-
-
-def test_arrays_put_each_row_at_its_slot():
-    arrays = Sampling(
-        temperature=np.array([0.5, 0.0]),
-        top_k=[3, -1],
-        seed=[5, None],
-        stop_token_ids=[[4], []],
-        logprobs=[None, 2],
-        n=2,
-    ).arrays(
-        num_slots=6,
-        rows=[4, 1, 0, 3],
-        vocab_size=10,
-        eos_token_ids=(9,),
-        seeds=[50, 51, 52, 53],
-        prompt_lengths=[7, 7, 8, 8],
-        max_tokens=[20, 20, 30, 30],
-    )
-    assert arrays.temperature.tolist() == [0, 0.5, 0, 0, 0.5, 0]
-    assert arrays.top_k.tolist() == [-1, 3, 0, -1, 3, 0]
-    assert arrays.seeds[[4, 0, 3]].tolist() == [5, 52, 53] and arrays.seeds[1] not in (5, 6, 51)
-    assert arrays.stop_ids[:, :2].tolist() == [[9, -1], [4, 9], [-1, -1], [9, -1], [4, 9], [-1, -1]]
-    assert arrays.num_logprobs.tolist() == [2, -1, -1, 2, -1, -1]
-    assert arrays.prompt_lengths.tolist() == [8, 7, 0, 8, 7, 0]
-    assert arrays.max_tokens[[4, 0]].tolist() == [20, 30]
-    dtypes = {name: str(getattr(arrays, name).dtype) for name in ("temperature", "top_k", "seeds", "stop_ids", "bias_values")}
-    assert dtypes == {"temperature": "float32", "top_k": "int32", "seeds": "uint32", "stop_ids": "int32", "bias_values": "float32"}
-
-
-def test_samples_of_seeds_in_a_row_all_differ():
-    arrays = Sampling(seed=[0, 1, 2, 3], n=4).arrays(
-        num_slots=16, rows=range(16), vocab_size=10, eos_token_ids=(), seeds=[9] * 16, prompt_lengths=[0] * 16
-    )
-    assert arrays.seeds[::4].tolist() == [0, 1, 2, 3] and len(set(arrays.seeds.tolist())) == 16
-
-
-def test_what_a_sampling_says_of_itself():
-    assert not Sampling().is_random and Sampling(temperature=[0, 1]).is_random
-    assert Sampling(temperature=1, seed=[None, 3]).needs_seeds and not Sampling(temperature=1, seed=3).needs_seeds
-    assert not Sampling().wants_logprobs and Sampling(logprobs=0).wants_logprobs
-    assert Sampling(stop="a").stop_strings(1, 2) == ("a",) == Sampling(stop=[["b"], "a"]).stop_strings(1, 2)
-    assert Sampling(stop=["a", "b"]).stop_strings(0, 1) == ("a", "b") and Sampling().stop_strings(0, 3) == ()
-    assert Sampling(top_k=[1, 2]) == Sampling(top_k=(1, 2)) == Sampling(top_k=np.array([1, 2]))
+@pytest.mark.parametrize("dead", [[0], [1, 3, 4], [0, 1, 2, 3, 4, 5]])
+def test_rows_that_are_not_live_ask_for_nothing(dead):
+    """They cost what greedy rows cost, since they sample as such, and the others sample as if they were there or not."""
+    rng = np.random.default_rng(len(dead))
+    rows = [random_options(rng, V) for _ in range(B)]
+    history = rng.integers(0, V, size=(B, HISTORY), dtype=np.int32)
+    logits, given = rng.normal(size=(B, V)) * 2, dict(history=history, lengths=[HISTORY] * B)
+    live = ~np.isin(np.arange(B), dead)
+    everybody = run(logits, as_sampling(rows, logprobs=2), **given)
+    result = run(logits, as_sampling(rows, logprobs=2), live=live, **given)
+    assert_same(result, live, everybody, live)
+    assert_same(result, ~live, run(logits, **given), ~live)
+    assert (result.top_ids[~live] == -1).all() and (result.tokens[~live] == logits[~live].argmax(1)).all()

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine import B, P, V, greedy, new_state, prompt, tiny_config
+from engine import ATOL, B, P, V, greedy, make_model, new_state, prompt, tiny_config
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.kv import pages
-from jaxkv.model.linear import stored_dtype
+from jaxkv.kv import integrity, pages
+from jaxkv.kv.state import empty_pools
+from jaxkv.model.decoder import Kernels
 from jaxkv.model.params import Storage, init_params
 from jaxkv.state import Static
 from jaxkv.steps import MAX_STEPS, Loop, Pools, step
@@ -20,13 +21,8 @@ from jaxkv.steps import MAX_STEPS, Loop, Pools, step
 
 
 def warm_up(model):
-    """Every bucket of rows and of tokens that a slot of 96 can meet, and one call with samples, draws and a copied page."""
-    for length in (9, 17, 33, 65):
-        for rows in (1, 2):
-            jaxkv.generate(new_state(model), [prompt(length)] * rows, max_new_tokens=2)
-    state, _ = jaxkv.generate(new_state(model), [prompt(9)], max_new_tokens=2, sampling=Sampling(temperature=1.0, n=2))
-    state, _ = jaxkv.generate(jaxkv.truncate(state, [0], [9]), [[]], max_new_tokens=0)  # looks up the token to run again
-    jaxkv.decode(new_state(model), [1] * B)
+    """What a user does; every test here that counts has this one shape of state."""
+    jaxkv.warmup(new_state(model))
 
 
 @contextlib.contextmanager
@@ -61,7 +57,10 @@ OPTIONS = [
 
 
 def test_nothing_is_compiled_after_warm_up(model):
-    """Not the steps only: no jnp call of a generate meets a new shape, whatever the lengths, rows and options are."""
+    """Not the steps only: no jnp call of a generate meets a new shape, whatever the lengths, rows and options are.
+
+    Draws without a seed and rows that continue without new tokens are among them.
+    """
     warm_up(model)
     before = jaxkv.trace_counts()
     rng = np.random.default_rng(0)
@@ -80,18 +79,54 @@ def test_nothing_is_compiled_after_warm_up(model):
     assert compiled == []
 
 
-def test_verbs_trace_no_step_after_warm_up(model):
+def test_verbs_compile_nothing_after_warm_up(model):
+    """Whatever the number of rows and their order, with and without pending tokens."""
     warm_up(model)
     before = jaxkv.trace_counts()
-    for length in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65):
-        state, _ = jaxkv.prefill(new_state(model), [prompt(length), prompt(1)], rows=[length % 4, (length + 1) % 4])
-        state, _ = jaxkv.decode(state, [1], rows=[length % 4])
-        state, _ = jaxkv.decode(state, [1, 2, 3, 4])
-        state, _ = jaxkv.prefill(state, [prompt(length)], rows=[2])
-        empty = np.flatnonzero(state.num_tokens == 0)
-        state = jaxkv.fork(jaxkv.release(state, [3]), 0, 3) if not empty.size else state
-        jaxkv.release(jaxkv.truncate(state, [0], [1]), [0])
+    with counting_compilations() as compiled:
+        for length in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65):
+            state, _ = jaxkv.prefill(new_state(model), [prompt(length), prompt(1)], rows=[length % 4, (length + 1) % 4])
+            state, _ = jaxkv.decode(state, [1], rows=[length % 4])
+            state, _ = jaxkv.decode(state, [1, 2, 3, 4])
+            state, _ = jaxkv.prefill(state, [prompt(length // 3 + 1)], rows=[2])
+            state = jaxkv.fork(jaxkv.release(state, [3]), 0, 3)
+            for rows in ([3], [1, 0], [2, 0, 1], [3, 1, 2, 0], range(4)):
+                state, _ = jaxkv.decode(state, [1] * len(rows), rows=rows)
+                state, logits = jaxkv.prefill(state, [[1, 2]] * len(rows), rows=rows)
+                assert logits.shape == (len(rows), V)
+            state, _ = jaxkv.generate(state, [[5], []], rows=[1, 2], max_new_tokens=2)
+            state, _ = jaxkv.decode(state, [7, 7], rows=[1, 3])  # one of them has a pending token
+            state.tokens(1)
+            jaxkv.release(jaxkv.truncate(state, [0], [1]), [0])
     assert jaxkv.trace_counts() == before
+    assert compiled == []
+
+
+def test_prefill_runs_a_long_prompt_in_the_chunks_of_generate():
+    """One bucket rule: what `generate` compiled for prompts of these lengths serves the verb, and gives the same logits."""
+    model = make_model(tiny_config(max_positions=2048))
+    texts = [prompt(1030), prompt(7)]
+
+    def fresh():
+        return jaxkv.init_state(model, num_slots=2, max_tokens_per_slot=1100)
+
+    state, _ = jaxkv.generate(fresh(), texts, max_new_tokens=0)
+    before = jaxkv.trace_counts()
+    state, logits = jaxkv.prefill(fresh(), texts)
+    after = jaxkv.trace_counts()
+    assert {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name)} == {}
+    expected = [np.asarray(jaxkv.score(model, [text]))[0] for text in texts]
+    np.testing.assert_allclose(logits, [e[-1] for e in expected], atol=ATOL, rtol=0)
+    jaxkv.check_integrity(state)
+    assert state.tokens(0).tolist() == texts[0]
+    state, output = jaxkv.generate(jaxkv.release(state, [0]), [[]], rows=[1], max_new_tokens=2)  # leaves a pending token
+    history = texts[1] + output.tokens[0].tolist()
+    state, every = jaxkv.prefill(state, [texts[0][:520], texts[0]], rows=[1, 0], all_logits=True)
+    assert every.shape == (2, 1030, V)
+    np.testing.assert_allclose(every[1], expected[0], atol=ATOL, rtol=0)
+    whole = np.asarray(jaxkv.score(model, [history + texts[0][:520]]))[0, len(history) :]
+    np.testing.assert_allclose(every[0, :520], whole, atol=ATOL, rtol=0)
+    assert not every[0, 520:].any()
 
 
 def test_warmup_leaves_the_state_as_it_was_and_nothing_to_trace(model):
@@ -109,21 +144,22 @@ def test_warmup_leaves_the_state_as_it_was_and_nothing_to_trace(model):
     assert (state.num_tokens.tolist(), [state.tokens(row).tolist() for row in range(2)]) == before
     expected = [greedy(model, before[1][row], 4) for row in (1, 0)]
     traced = jaxkv.trace_counts()
-    state, output = jaxkv.generate(state, [[], []], rows=[1, 0], max_new_tokens=4)
-    assert [t.tolist() for t in output.tokens] == expected
-    for i, length in enumerate((1, 2, 8, 15, 16, 17, 18, 20)):
-        options = OPTIONS[i % len(OPTIONS)]
-        texts = [prompt(length)] * (1 if options.n > 1 else 1 + i % 2)
-        state, _ = jaxkv.generate(fresh(), texts, max_new_tokens=2, sampling=options)
-        state, _ = jaxkv.generate(state, [[]] * len(texts), max_new_tokens=1, chunk_size=5)
-        state, _ = jaxkv.prefill(jaxkv.release(state, [0]), [prompt(length)])
-        state, _ = jaxkv.decode(jaxkv.fork(jaxkv.release(state, [1]), 0, 1), [1, 1], rows=[1, 0])
+    with counting_compilations() as compiled:
+        state, output = jaxkv.generate(state, [[], []], rows=[1, 0], max_new_tokens=4)
+        assert [t.tolist() for t in output.tokens] == expected
+        assert output.timings.compile_s == 0
+        for i, length in enumerate((1, 2, 8, 15, 16, 17, 18, 20)):
+            options = OPTIONS[i % len(OPTIONS)]
+            texts = [prompt(length)] * (1 if options.n > 1 else 1 + i % 2)
+            state, _ = jaxkv.generate(fresh(), texts, max_new_tokens=2, sampling=options)
+            state, _ = jaxkv.generate(state, [[]] * len(texts), max_new_tokens=1, chunk_size=5)
+            state, _ = jaxkv.prefill(jaxkv.release(state, [0]), [prompt(length)])
+            state, _ = jaxkv.decode(jaxkv.fork(jaxkv.release(state, [1]), 0, 1), [1, 1], rows=[1, 0])
     assert jaxkv.trace_counts() == traced
+    assert compiled == []
 
 
 def test_two_models_of_one_shape_share_their_traces(model):
-    from engine import make_model
-
     warm_up(model)
     before = jaxkv.trace_counts()
     other = make_model(seed=1, eos=(3,))
@@ -158,7 +194,7 @@ def started(model, limits, sampling=None):
         max_tokens=before[:3] + limits,
     )
     loop = Loop(
-        pools=Pools(state.kv.k_pages, state.kv.v_pages, state.history),
+        pools=Pools(state.kv.k_pages, state.kv.v_pages, state.kv.kv_scales, state.history),
         own=jax.tree.map(jnp.asarray, own),
         token=jnp.zeros(B, jnp.int32),
         done=jnp.array([False, False, False, True]),
@@ -202,7 +238,7 @@ def test_a_loop_on_the_device_gives_the_tokens_of_single_steps(model, sampling):
         total = len(texts[row]) + limits[row]
         assert loop.own.lengths[row] == total - 1  # the last token is pending
         assert loop.pools.history[row, :total].tolist() == texts[row] + tokens[row]
-    pages.check_integrity(loop.own)
+    integrity.check_integrity(loop.own)
 
 
 def test_a_loop_ends_when_every_row_is_done_and_halts_who_is_told_to(model):
@@ -248,8 +284,8 @@ def test_a_loop_that_lacks_pages_stops_and_says_how_many(model):
 
 def abstract_loop(config, kv_dtype, num_pages, page_size=16, num_slots=2, pages_per_slot=8):
     shape = lambda dims, dtype: jax.ShapeDtypeStruct(dims, dtype)
-    pool = shape((config.num_layers * num_pages, config.num_kv_heads, page_size, config.head_dim), stored_dtype(kv_dtype, "cpu"))
-    pools = Pools(pool, pool, shape((num_slots, page_size * pages_per_slot), jnp.int32))
+    pools = jax.eval_shape(lambda: empty_pools(config, num_pages, page_size, kv_dtype, "cpu"))
+    pools = Pools(*pools, shape((num_slots, page_size * pages_per_slot), jnp.int32))
     own = pages.Ownership(
         shape((num_slots, pages_per_slot), jnp.int32), shape((num_slots,), jnp.int32), shape((num_pages,), jnp.int32), page_size
     )
@@ -259,7 +295,7 @@ def abstract_loop(config, kv_dtype, num_pages, page_size=16, num_slots=2, pages_
 
 def lowered(name, config, kv_dtype, num_pages, T=1, looped=False):
     storage = Storage("float32", "float32", "cpu")
-    static = Static(config, "cpu", "float32")
+    static = Static(config, "float32", Kernels())
     params = init_params(config, jax.random.key(0), storage)
     loop = abstract_loop(config, kv_dtype, num_pages)
     slots, M = loop.own.page_table.shape

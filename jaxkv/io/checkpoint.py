@@ -192,7 +192,7 @@ def _tree(nested: dict, storage: Storage):
         if "weight" not in arrays:
             return arrays
         if name.startswith("experts"):
-            return Experts(**arrays, dtype=storage.expert_dtype)
+            return Experts(**arrays, dtype=storage.expert_dtype, platform=storage.platform)
         return Linear(**arrays, platform=storage.platform)
 
     tree = build("", nested)

@@ -148,11 +148,6 @@ class GGUFFile:
         struct.pack_into("<Q", start, _TENSOR_COUNT_AT, 0)
         return bytes(start)
 
-    def raw(self, name: str) -> np.ndarray:
-        """The tensor's bytes, u8[nbytes], a view of the map."""
-        info = self.tensors[name]
-        return np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
-
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows [start, stop) along the outermost axis: F32, F16, BF16 as stored (views), quantised types as float32."""
         info = self.tensors[name]

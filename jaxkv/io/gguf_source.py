@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv.config import ModelConfig
 from jaxkv.io.gguf_config import config_from_gguf
 from jaxkv.io.gguf_reader import GGUFFile, read_gguf
-from jaxkv.io.source import check_complete
+from jaxkv.io.source import check_complete, check_no_others, expected_shapes
 
 _GLOBAL = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
 _LAYER = {
@@ -39,6 +39,11 @@ _LAYER = {
     "experts_down": "ffn_down_exps.weight",
 }
 _SINGLE_EXPERT = {"experts_gate": "ffn_gate", "experts_up": "ffn_up", "experts_down": "ffn_down"}  # files of early 2024
+# Tensors of a file that are left unread, and why that loses nothing.
+_HARMLESS = {
+    r"rope_freqs\.weight": "divisors of rope's frequencies, which config_from_gguf has read and turned into a RopeConfig",
+    r"blk\.\d+\.attn_rot_embd(\.weight)?": "rope's frequencies in files of 2023, computed from the metadata",
+}
 
 
 class GGUFSource:
@@ -48,6 +53,13 @@ class GGUFSource:
         self.file = file
         self.config: ModelConfig = config_from_gguf(file)
         check_complete(self, str(file.path))
+        used = (tensor for name, layer in expected_shapes(self.config) for tensor in self._tensors(name, layer))
+        check_no_others(file.tensors, used, _HARMLESS, str(file.path))
+
+    def _tensors(self, name: str, layer: int | None) -> list[str]:
+        """The tensors that a weight is read from."""
+        place = self._place(name, layer)
+        return [place[0]] if place else self._single_experts(name, layer)
 
     def _place(self, name: str, layer: int | None) -> tuple[str, int, int] | None:
         """(tensor, first row, number of rows) that hold a weight, or None."""
@@ -131,5 +143,10 @@ class GGUFSource:
 
 
 def open_gguf(path: str | Path) -> GGUFSource:
-    """Opens a GGUF model: header parsed, config read, every weight's presence and shape checked; no tensor read."""
+    """Opens a GGUF model: header parsed, config read, every weight's presence and shape checked; no tensor read.
+
+    Raises:
+      ValueError: a malformed file, a setting that is not supported, a weight that is missing or of another shape, or tensors that
+        no weight is read from and that are not known to be harmless.
+    """
     return GGUFSource(read_gguf(path))

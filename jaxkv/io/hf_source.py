@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxkv.config import ModelConfig
 from jaxkv.io.hf_config import read_hf_config
 from jaxkv.io.safetensors_reader import SafetensorsFiles, open_folder
-from jaxkv.io.source import check_complete
+from jaxkv.io.source import check_complete, check_no_others, expected_shapes
 
 _PREFIXES = (
     "model.",
@@ -48,8 +49,25 @@ _SINGLE_EXPERT = {
     "experts_down": ("down_proj", "w2"),
 }
 
-# One way a weight is stored: the tensors, their joint shape, and how to make rows [start, stop) of them.
-_Plan = tuple[tuple[int, ...], Callable[[int, int], np.ndarray]]
+# Tensors of a folder that are left unread, and why that loses nothing.
+_HARMLESS = {
+    r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)": "a buffer of old checkpoints, computed from config.json's rope settings",
+}
+_HARMLESS_TIED = {
+    r"(.*\.)?lm_head\.weight": "tie_word_embeddings declares it equal to the embedding, which is read",
+}
+_HARMLESS_GEMMA3 = {
+    r"(model\.)?vision_tower\..*": "the image encoder of a multimodal gemma3: text does not pass through it",
+    r"(model\.)?multi_modal_projector\..*": "what joins the image encoder to the text model",
+}
+
+
+class _Plan(NamedTuple):
+    """One way a weight is stored."""
+
+    tensors: tuple[str, ...]
+    shape: tuple[int, ...]  # of the weight
+    rows: Callable[[int, int], np.ndarray]  # makes rows [start, stop) of it
 
 
 class HFSource:
@@ -63,22 +81,29 @@ class HFSource:
         self._prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in names), "model.")
         self._plus_one = self.config.architecture in ("gemma2", "gemma3")
         check_complete(self, str(self.folder))
+        plans = [self._need(name, layer) for name, layer in expected_shapes(self.config)]
+        check_no_others(names, (tensor for plan in plans for tensor in plan.tensors), self._harmless(), str(self.folder))
+
+    def _harmless(self) -> dict[str, str]:
+        tied = _HARMLESS_TIED if self.config.tie_embeddings else {}
+        multimodal = "language_model." in self._prefix and self.config.architecture == "gemma3"
+        return _HARMLESS | tied | (_HARMLESS_GEMMA3 if multimodal else {})
 
     def has(self, name: str, layer: int | None = None) -> bool:
         return self._plan(name, layer) is not None
 
     def shape(self, name: str, layer: int | None = None) -> tuple[int, ...]:
-        return self._need(name, layer)[0]
+        return self._need(name, layer).shape
 
     def read(self, name: str, layer: int | None = None) -> np.ndarray:
-        shape, rows = self._need(name, layer)
-        return rows(0, shape[0])
+        plan = self._need(name, layer)
+        return plan.rows(0, plan.shape[0])
 
     def read_rows(self, name: str, layer: int | None, start: int, stop: int) -> np.ndarray:
-        shape, rows = self._need(name, layer)
-        if not 0 <= start <= stop <= shape[0]:
-            raise ValueError(f"rows [{start}, {stop}) are outside of weight {name!r} of shape {shape}")
-        return rows(start, stop)
+        plan = self._need(name, layer)
+        if not 0 <= start <= stop <= plan.shape[0]:
+            raise ValueError(f"rows [{start}, {stop}) are outside of weight {name!r} of shape {plan.shape}")
+        return plan.rows(start, stop)
 
     def _need(self, name: str, layer: int | None) -> _Plan:
         plan = self._plan(name, layer)
@@ -116,7 +141,7 @@ class HFSource:
             part = self.files.read(tensor)[first + start : first + stop]
             return part.astype(np.float32) + np.float32(1) if add and self._plus_one else part
 
-        return shape, rows
+        return _Plan((tensor,), shape, rows)
 
     def _fused(self, name: str, base: str) -> _Plan | None:
         """phi3 keeps q, k, v in one tensor, and gate, up in another."""
@@ -143,7 +168,7 @@ class HFSource:
             if len(stored.shape) != 3 or (name != "experts_down" and stored.shape[1] != 2 * f):
                 raise ValueError(f"{stored.path}: tensor {fused!r} has shape {stored.shape}, the config needs [E, {2 * f}, D]")
             shape = (stored.shape[0], f if name != "experts_down" else stored.shape[1], stored.shape[2])
-            return shape, lambda start, stop: self.files.read(fused)[start:stop, half]
+            return _Plan((fused,), shape, lambda start, stop: self.files.read(fused)[start:stop, half])
         new, old = _SINGLE_EXPERT[name]
         for form in (f"{base}mlp.experts.{{}}.{new}.weight", f"{base}block_sparse_moe.experts.{{}}.{old}.weight"):
             singles = [form.format(e) for e in range(count)]
@@ -154,12 +179,16 @@ class HFSource:
                     raise ValueError(
                         f"{self.folder}: expert tensor {single!r} is missing or not of shape {names[singles[0]].shape}"
                     )
-            return (count, *names[singles[0]].shape), lambda start, stop, singles=singles: np.stack(
-                [self.files.read(s) for s in singles[start:stop]]
-            )
+            read = lambda start, stop, singles=singles: np.stack([self.files.read(s) for s in singles[start:stop]])
+            return _Plan(tuple(singles), (count, *names[singles[0]].shape), read)
         return None
 
 
 def open_hf_folder(folder: str | Path) -> HFSource:
-    """Opens a folder: config read, headers parsed, every weight's presence and shape checked; no tensor read."""
+    """Opens a folder: config read, headers parsed, every weight's presence and shape checked; no tensor read.
+
+    Raises:
+      ValueError: a malformed file, a setting that is not supported, a weight that is missing or of another shape, or tensors that
+        no weight is read from and that are not known to be harmless.
+    """
     return HFSource(folder)

@@ -11,11 +11,15 @@ added). Heads are in the half-split rope order.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxkv.config import ModelConfig
+
+_SHOWN = 5  # names in the message about unknown tensors
 
 
 @runtime_checkable
@@ -40,32 +44,6 @@ class WeightSource(Protocol):
     def read_rows(self, name: str, layer: int | None, start: int, stop: int) -> np.ndarray:
         """`read(name, layer)[start:stop]` at the cost of those rows: converting large tables stays small in memory."""
         ...
-
-
-class ArraySource:
-    """A `WeightSource` over arrays in memory, keyed by name or (name, layer)."""
-
-    def __init__(self, config: ModelConfig, arrays: dict[str | tuple[str, int], np.ndarray]):
-        self.config = config
-        self._arrays = dict(arrays)
-
-    def _get(self, name: str, layer: int | None) -> np.ndarray:
-        key = name if layer is None else (name, layer)
-        if key not in self._arrays:
-            raise KeyError(f"no weight {name!r}" + ("" if layer is None else f" in layer {layer}"))
-        return self._arrays[key]
-
-    def has(self, name: str, layer: int | None = None) -> bool:
-        return (name if layer is None else (name, layer)) in self._arrays
-
-    def shape(self, name: str, layer: int | None = None) -> tuple[int, ...]:
-        return self._get(name, layer).shape
-
-    def read(self, name: str, layer: int | None = None) -> np.ndarray:
-        return self._get(name, layer)
-
-    def read_rows(self, name: str, layer: int | None, start: int, stop: int) -> np.ndarray:
-        return self._get(name, layer)[start:stop]
 
 
 def expected_shapes(config: ModelConfig) -> dict[tuple[str, int | None], tuple[int, ...]]:
@@ -109,3 +87,26 @@ def check_complete(source: WeightSource, where: str) -> None:
             raise ValueError(f"{what} (shape {want}) is missing")
         if (got := source.shape(name, layer)) != want:
             raise ValueError(f"{what} has shape {got}, but the config needs {want}")
+
+
+def check_no_others(stored: Iterable[str], used: Iterable[str], harmless: Mapping[str, str], where: str) -> None:
+    """Raises ValueError if a file stores tensors that no weight of its config is read from.
+
+    A tensor the engine does not know may be a bias, a norm or a whole branch of the model: without it the text is plausible and
+    wrong.
+
+    Args:
+      stored: names of all tensors of the file.
+      used: names of those that weights are read from.
+      harmless: patterns (regular expressions that match a whole name) of tensors to leave unread, each with the reason.
+      where: the file or folder, for the message.
+    """
+    unknown = sorted(set(stored) - set(used))
+    unknown = [name for name in unknown if not any(re.fullmatch(pattern, name) for pattern in harmless)]
+    if unknown:
+        shown = ", ".join(map(repr, unknown[:_SHOWN])) + (", ..." if len(unknown) > _SHOWN else "")
+        raise ValueError(
+            f"{where}: {len(unknown)} tensor{'' if len(unknown) == 1 else 's'} that the config does not call for: {shown}. The model"
+            " has parts that jaxkv does not know, so its text would be wrong: check that the config belongs to these weights (its"
+            " number of layers, its bias flags); adapters must be merged first, other architectures are not supported"
+        )

@@ -50,7 +50,6 @@ class SentencePieceBPE:
         if len(self._bytes) not in (0, 256):
             raise ValueError(f"the vocabulary has {len(self._bytes)} byte pieces; 0 or 256 are possible")
         special = np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED))).tolist()
-        self.special_ids = {texts[i]: i for i in special}
         self._trie, self._trie_start = _trie({texts[i].replace(" ", SPACE): i for i in special if texts[i]})
         self._words = _word_pattern(self._vocab)
         self._cache: dict[str, list[int]] = {}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxkv.io.spm import SentencePieceBPE
+
 DATA = Path(__file__).parent.parent / "data"
 TINY = sorted(path.name for path in (DATA / "hf_tiny").iterdir())
 
@@ -59,8 +61,8 @@ VOCABULARY = {
 }
 
 
-def small_gguf() -> bytes:
-    """A complete one-layer llama file of 3 kB with a vocabulary."""
+def small_gguf(extra: dict[str, np.ndarray] | None = None) -> bytes:
+    """A complete one-layer llama file of 3 kB with a vocabulary, and with these tensors beside its own."""
     metadata = {
         "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
         "llama.embedding_length": 4, "llama.feed_forward_length": 8, "llama.attention.head_count": 2,
@@ -72,4 +74,20 @@ def small_gguf() -> bytes:
         "blk.0.ffn_gate": (8, 4), "blk.0.ffn_up": (8, 4), "blk.0.ffn_down": (4, 8),
     }  # fmt: skip
     rng = np.random.default_rng(0)
-    return gguf(metadata, {f"{name}.weight": rng.standard_normal(shape) for name, shape in shapes.items()})
+    tensors = {f"{name}.weight": rng.standard_normal(shape) for name, shape in shapes.items()}
+    return gguf(metadata, tensors | (extra or {}))
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m['content'] | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+HELLO = [{"role": "user", "content": " hello "}]
+
+
+def spm(pieces: dict[str, float], **options) -> SentencePieceBPE:
+    """A SentencePiece vocabulary of these pieces and scores, behind <unk>, <s> and all bytes."""
+    names = [b"<unk>", b"<s>", *(f"<0x{b:02X}>".encode() for b in range(256)), *(p.encode() for p in pieces)]
+    types = np.array([2, 3, *[6] * 256, *[1] * len(pieces)], np.int32)
+    scores = np.array([0.0] * 258 + list(pieces.values()), np.float32)
+    return SentencePieceBPE(names, scores, types, **options)

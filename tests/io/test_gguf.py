@@ -121,6 +121,27 @@ def test_the_small_file_itself_is_fine(tmp_path):
     assert Tokenizer.from_gguf(source.file).encode("ab") == [1, 261, 262]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.0.attn_q_norm.weight",
+        "blk.1.attn_norm.weight",
+        "blk.0.attn_v.bias",
+        "blk.0.ffn_gate_shexp.weight",
+        "cls.weight",
+        "v.patch",
+    ],
+)
+def test_tensors_that_no_weight_is_read_from_are_refused_by_name(tmp_path, name):
+    with pytest.raises(ValueError, match=f"1 tensor .*'{name}'.*config"):
+        open_gguf(write(tmp_path, small_gguf({name: np.ones(4)})))
+
+
+def test_ropes_own_tensors_are_left_unread(tmp_path):
+    extra = {"blk.0.attn_rot_embd.weight": np.ones(1), "rope_freqs.weight": np.ones(1)}
+    assert open_gguf(write(tmp_path, small_gguf(extra))).config.ropes == (RopeConfig(),)
+
+
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("alignment", [1, 32, 64])
 def test_versions_alignments_and_values(tmp_path, version, alignment):

@@ -59,12 +59,13 @@ def test_refuses_unknown_types_and_broken_blocks():
 
 @needs_gemma
 def test_every_kind_of_tensor_of_the_real_gemma():
-    file = read_gguf(resolve("gemma-3-270m"))
+    path = resolve("gemma-3-270m")
+    file, content = read_gguf(path), np.memmap(path, np.uint8, "r")
     seen = set()
     for name, info in file.tensors.items():
         if name.startswith(("blk.0.", "blk.17.")) or info.type_name not in seen:
             seen.add(info.type_name)
             rows = slice(0, 2048)  # the embedding has 262,144
-            raw = file.raw(name).reshape(info.shape[0], -1)[rows]
+            raw = content[info.offset : info.offset + info.nbytes].reshape(info.shape[0], -1)[rows]
             assert_same_bits(file.read(name, 0, min(2048, info.shape[0])), reference(raw, info.type_name))
     assert seen == {"F32", "Q5_0", "Q8_0", "Q4_K", "Q6_K"}

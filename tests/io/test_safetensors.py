@@ -16,7 +16,7 @@ from model_files import DATA, TINY
 
 from jaxkv.io.hf_source import open_hf_folder
 from jaxkv.io.safetensors_reader import open_folder, open_safetensors
-from jaxkv.io.source import ArraySource, WeightSource, expected_shapes
+from jaxkv.io.source import WeightSource, expected_shapes
 
 
 def encode(header: dict | str | bytes, data: bytes = b"", length: int | None = None) -> bytes:
@@ -276,14 +276,68 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path):
         open_hf_folder(tmp_path)
 
 
-def test_array_source():
-    want = open_hf_folder(DATA / "hf_tiny" / "qwen2")
-    keys = expected_shapes(want.config)
-    arrays = {(name if layer is None else (name, layer)): want.read(name, layer) for name, layer in keys}
-    source = ArraySource(want.config, arrays)
+# What the engine does not know (CASES 37): tensors that no weight is read from
+
+
+def stored_beside(folder, name, extra, changes=None):
+    """A tiny folder whose file also holds tensors of these names."""
+    rewrite(folder, name, lambda arrays: arrays | {tensor: np.ones(4, np.float32) for tensor in extra}, changes)
+
+
+UNKNOWN = {
+    "a bias without its flag": ("llama_mha", ["model.layers.0.self_attn.q_proj.bias"]),
+    "a layer past the last": ("qwen3", ["model.layers.99.input_layernorm.weight"]),
+    "a norm of another family": ("llama_mha", ["model.layers.1.self_attn.q_norm.weight"]),
+    "an adapter": ("qwen2", ["model.layers.0.self_attn.q_proj.lora_A.weight"]),
+    "a branch": ("mistral_swa", ["model.layers.0.mlp.shared_expert.up_proj.weight"]),
+    "a head that is not declared tied": ("llama_mha", ["score.weight"]),
+    "an expert too many": ("mixtral", ["model.layers.0.block_sparse_moe.experts.8.w1.weight"]),
+    "an image encoder in a text model": ("gemma3", ["vision_tower.patch.weight"]),
+    "a quantised weight's scale": ("phi3", ["model.layers.0.self_attn.qkv_proj.weight_scale"]),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_tensors_that_the_config_does_not_call_for_are_refused_by_name(tmp_path, kind):
+    name, extra = UNKNOWN[kind]
+    stored_beside(tmp_path, name, extra)
+    with pytest.raises(ValueError, match=rf"{tmp_path.name}: 1 tensor .*'{extra[0]}'.*config"):
+        open_hf_folder(tmp_path)
+
+
+def test_of_many_unknown_tensors_the_first_few_are_named(tmp_path):
+    stored_beside(tmp_path, "llama_mha", [f"model.layers.{i}.self_attn.v_proj.bias" for i in range(9)])
+    with pytest.raises(ValueError, match=r"9 tensors .*layers\.0.*layers\.4.*, \.\.\.") as caught:
+        open_hf_folder(tmp_path)
+    assert "layers.5" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, extra",
+    [
+        ("llama_mha", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"]),
+        ("llama_gqa_llama3rope", ["lm_head.weight"]),  # tied by declaration
+    ],
+)
+def test_tensors_that_are_known_to_be_harmless_are_left_unread(tmp_path, name, extra):
+    stored_beside(tmp_path, name, extra)
+    source = open_hf_folder(tmp_path)
+    assert source.has("q", 0)
+
+
+@pytest.mark.parametrize(
+    "prefix, outer, head",
+    [("language_model.model.", "", "language_model.lm_head.weight"), ("model.language_model.", "model.", "lm_head.weight")],
+)
+def test_the_text_of_a_multimodal_gemma3_loads_without_its_image_encoder(tmp_path, prefix, outer, head):
+    inner = json.loads((DATA / "hf_tiny" / "gemma3" / "config.json").read_text()) | {"model_type": "gemma3_text"}
+    images = [f"{outer}vision_tower.encoder.layers.0.norm.weight", f"{outer}multi_modal_projector.mm_soft_emb_norm.weight"]
+
+    def renamed(arrays):
+        text = {key.replace("model.", prefix, 1): value for key, value in arrays.items()}
+        return text | {tensor: np.ones(4, np.float32) for tensor in [*images, head]}
+
+    rewrite(tmp_path, "gemma3", renamed, {"model_type": "gemma3", "text_config": inner, "tie_word_embeddings": True})
+    source, plain = open_hf_folder(tmp_path), open_hf_folder(DATA / "hf_tiny" / "gemma3")
     assert isinstance(source, WeightSource)
-    assert source.has("q_bias", 2)
-    assert not source.has("o_bias", 2)
-    np.testing.assert_array_equal(source.read_rows("q", 1, 2, 4), want.read("q", 1)[2:4])
-    with pytest.raises(KeyError, match="no weight 'head'"):
-        source.read("head")
+    np.testing.assert_array_equal(source.read("q", 1), plain.read("q", 1))

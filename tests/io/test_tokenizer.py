@@ -1,12 +1,9 @@
 """Tokenisers: equal to the golden ids and to sentencepiece; round trips, streams, chat templates, broken files."""
 
-import dataclasses
 import functools
-import hashlib
 import importlib.util
 import itertools
 import json
-import os
 import random
 
 import numpy as np
@@ -14,12 +11,12 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from model_files import DATA, VOCABULARY, gguf
+from model_files import CHAT, DATA, HELLO, VOCABULARY, gguf, spm
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxkv.io.generation import generation_from_gguf
 from jaxkv.io.gguf_reader import read_gguf
-from jaxkv.io.resolve import KNOWN_MODELS, resolve
+from jaxkv.io.resolve import resolve
 from jaxkv.io.spm import SentencePieceBPE
 from jaxkv.io.tokenizer import Tokenizer
 
@@ -149,13 +146,6 @@ def test_gemma_specials_and_attributes():
 
 
 # Small vocabularies: SentencePiece's rule against a plain rewriting of it.
-
-
-def spm(pieces: dict[str, float], **options) -> SentencePieceBPE:
-    names = [b"<unk>", b"<s>", *(f"<0x{b:02X}>".encode() for b in range(256)), *(p.encode() for p in pieces)]
-    types = np.array([2, 3, *[6] * 256, *[1] * len(pieces)], np.int32)
-    scores = np.array([0.0] * 258 + list(pieces.values()), np.float32)
-    return SentencePieceBPE(names, scores, types, **options)
 
 
 def plain_merges(text: str, pieces: dict[str, float]) -> list[str]:
@@ -379,49 +369,7 @@ def test_folders_that_cannot_be_read(tmp_path):
             Tokenizer.from_folder(tmp_path)
 
 
-# Chat templates.
-
-CHAT = (
-    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m['content'] | trim }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-HELLO = [{"role": "user", "content": " hello "}]
-
-
-def with_template(template: str) -> Tokenizer:
-    return Tokenizer(spm({"a": 0.0}), bos_token_id=1, prefix=[1], chat_template=template, special_tokens={"bos_token": "<s>"})
-
-
-def test_chat_template_conventions():
-    tokenizer = with_template(CHAT)
-    assert tokenizer.apply_chat_template(HELLO) == "<s>[user]hello\n[assistant]"
-    assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == "<s>[user]hello\n"
-    assert tokenizer.encode_chat(HELLO).count(1) == 1
-    assert with_template("hi").encode_chat(HELLO)[0] == 1
-    assert with_template("{% if true %}\n  x\n  {% endif %}\ny").apply_chat_template([]) == "  x\ny"
-    assert with_template("{{ {'a': 'é<'} | tojson }}").apply_chat_template([]) == '{"a": "é<"}'
-    assert with_template("{% generation %}x{% endgeneration %}").apply_chat_template([]) == "x"
-    assert (
-        with_template("{% for i in [1, 2] %}{% break %}{% endfor %}{{ tools | length }}").apply_chat_template([], tools=[1]) == "1"
-    )
-    assert len(with_template("{{ strftime_now('%Y') }}").apply_chat_template([])) == 4
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% for %}", "the chat template failed"),
-        ("{{ messages[0].content.x.y }}", "failed"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
-        ("{{ 1 / 0 }}", "failed"),
-    ],
-)
-def test_chat_template_errors_and_sandbox(template, message):
-    with pytest.raises(ValueError, match=message):
-        with_template(template).apply_chat_template(HELLO)
+# Chat templates (test_chat_template.py has how they are run).
 
 
 def test_where_a_folder_keeps_its_template(tmp_path):
@@ -434,43 +382,6 @@ def test_where_a_folder_keeps_its_template(tmp_path):
     bpe = bpe_gguf(tmp_path)
     bpe.metadata["tokenizer.chat_template"] = CHAT
     assert Tokenizer.from_gguf(bpe).apply_chat_template(HELLO, bos_token="") == "[user]hello\n[assistant]"
-
-
-# Names of models.
-
-
-def test_resolve_paths_and_unknown_names(tmp_path):
-    assert resolve(tmp_path) == tmp_path
-    with pytest.raises(ValueError, match=r"(?s)'gemma-4' is neither an existing path.*gemma-3-270m: pip install"):
-        resolve("gemma-4")
-
-
-def test_resolve_assembles_once(tmp_path, monkeypatch):
-    (tmp_path / "fake_model_part1").mkdir()
-    for name, content in (("a", b"hello "), ("b", b"world")):
-        (tmp_path / "fake_model_part1" / name).write_bytes(content)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("JAXKV_CACHE_DIR", str(tmp_path / "cache"))
-    good = dataclasses.replace(
-        KNOWN_MODELS["gemma-3-270m"], file_name="m.gguf", parts=(("fake_model_part1", "a"), ("fake_model_part1", "b")),
-        num_bytes=11, sha256=hashlib.sha256(b"hello world").hexdigest(),
-    )  # fmt: skip
-    monkeypatch.setitem(KNOWN_MODELS, "fake", good)
-    path = resolve("fake")
-    assert path.read_bytes() == b"hello world"
-    assert os.stat(tmp_path / "cache").st_mode & 0o777 == 0o700
-    first = path.stat().st_mtime_ns
-    assert resolve("fake").stat().st_mtime_ns == first
-    path.write_bytes(b"hello")  # cut short: made again
-    assert resolve("fake").read_bytes() == b"hello world"
-    monkeypatch.setitem(KNOWN_MODELS, "fake", dataclasses.replace(good, file_name="n.gguf", sha256="0" * 64))
-    with pytest.raises(ValueError, match="join to SHA-256"):
-        resolve("fake")
-    assert not (tmp_path / "cache" / "models" / "n.gguf").exists()
-    assert sorted(p.name for p in path.parent.iterdir()) == ["m.gguf", "m.gguf.sha256"]
-    monkeypatch.setitem(KNOWN_MODELS, "fake", dataclasses.replace(good, file_name="o.gguf", parts=(("no_such_module", "a"),)))
-    with pytest.raises(ValueError, match="'fake' is not installed: no no_such_module/a; install it: pip"):
-        resolve("fake")
 
 
 def test_vocabulary_fixture_is_a_tokenizer(tmp_path):

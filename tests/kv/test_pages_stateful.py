@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxkv.kv import pages
+from jaxkv.kv import integrity, pages
 
 B, M, P = 4, 5, 3
 POISON = -1
@@ -144,7 +144,7 @@ class OwnershipMachine(RuleBasedStateMachine):
     def every_slot_reads_back(self):
         if not hasattr(self, "own"):
             return
-        pages.check_integrity(self.own)
+        integrity.check_integrity(self.own)
         assert self.own.lengths.tolist() == self.lengths()
         for slot, text in enumerate(self.text):
             row = self.own.page_table[slot]

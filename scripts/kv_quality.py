@@ -1,0 +1,134 @@
+"""Measures what a KV dtype costs in quality: the mean negative log-likelihood of a
+text when keys and values are stored in it, against the first of --kv_dtypes.
+
+The text runs through the model in chunks of --chunk_size tokens, so that every token
+but a chunk's own reads keys and values as they are stored. Beside the means it shows
+the mean absolute difference of the tokens' log-likelihoods in --bins equal spans of
+positions: an error that grew with length would show there. --plot draws it.
+
+  python scripts/kv_quality.py --text_file tests/data/kjv_genesis.txt
+  python scripts/kv_quality.py --text_file a.txt --kv_dtypes float32,int8 --json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+# Run from a clone without an installation, too.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from absl import flags  # noqa: E402
+
+from scripts import _script  # noqa: E402
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_string("model", "gemma-3-270m", "A known name, a Hugging Face folder, a .gguf file or a jaxkv checkpoint.")
+flags.DEFINE_string("text_file", None, "The text, UTF-8.")
+flags.DEFINE_list("kv_dtypes", "float32,bfloat16,int8,float8_e4m3fn", "What to store keys and values in; the first is the base.")
+flags.DEFINE_integer("max_tokens", 4000, "Tokens of the text that count.", lower_bound=2)
+flags.DEFINE_integer("chunk_size", 64, "Tokens a chunk.", lower_bound=1)
+flags.DEFINE_integer("bins", 8, "Spans of positions.", lower_bound=1)
+flags.DEFINE_enum("weights", "float32", _script.WEIGHTS, "How weights are stored.")
+flags.DEFINE_string("plot", None, "PNG file to draw the error against the position into; needs matplotlib.")
+flags.DEFINE_bool("json", False, "One JSON object on stdout instead of the table.")
+
+
+def main(terminal) -> None:
+    """Scores the text once for each dtype and prints the differences."""
+    if not FLAGS.text_file:
+        raise ValueError("--text_file names the text to score")
+    text = Path(FLAGS.text_file).read_text(encoding="utf-8")
+    terminal("importing jax")
+    import numpy as np
+
+    import jaxkv
+
+    model = jaxkv.load_model(FLAGS.model, weights=FLAGS.weights, report=terminal)
+    if model.tokenizer is None:
+        raise ValueError(f"--model={FLAGS.model} has no tokenizer to read a text with")
+    tokens = np.asarray(model.tokenizer.encode(text))[: FLAGS.max_tokens]
+    if len(tokens) < 2:
+        raise ValueError(f"{FLAGS.text_file} has {len(tokens)} tokens; a likelihood needs at least 2")
+    losses, pool_bytes = {}, {}
+    for i, kv_dtype in enumerate(FLAGS.kv_dtypes):
+        terminal(f"scoring with KV in {kv_dtype}", i / len(FLAGS.kv_dtypes))
+        losses[kv_dtype], pool_bytes[kv_dtype] = _losses(model, tokens, kv_dtype)
+    terminal.done()
+    base = losses[FLAGS.kv_dtypes[0]]
+    rows = [_row(name, loss, base, pool_bytes[name]) for name, loss in losses.items()]
+    if FLAGS.plot:
+        _plot(losses)
+    if FLAGS.json:
+        print(json.dumps({"model": FLAGS.model, "text_file": FLAGS.text_file, "tokens": len(tokens), "kv_dtypes": rows}))
+    else:
+        _print_table(rows, len(tokens))
+
+
+def _losses(model, tokens, kv_dtype: str):
+    """f64[n - 1] negative log-likelihoods of tokens[1:], and the bytes that a token's keys and values take."""
+    import numpy as np
+
+    import jaxkv
+
+    state = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=len(tokens), kv_dtype=kv_dtype)
+    per_token = state.kv.nbytes / (state.kv.page_size * state.kv.refcounts.shape[0])
+    out = []
+    for start in range(0, len(tokens), FLAGS.chunk_size):
+        chunk = tokens[start : start + FLAGS.chunk_size]
+        state, logits = jaxkv.prefill(state, [chunk], all_logits=True)
+        logits = np.asarray(logits)[0].astype(np.float64)
+        targets = tokens[start + 1 : start + 1 + len(chunk)]
+        logits = logits[: len(targets)]
+        top = logits.max(-1, keepdims=True)
+        normaliser = np.log(np.exp(logits - top).sum(-1)) + top[:, 0]
+        out.append(normaliser - logits[np.arange(len(targets)), targets])
+    return np.concatenate(out), per_token
+
+
+def _row(name: str, loss, base, bytes_per_token: float) -> dict:
+    import numpy as np
+
+    spans = np.array_split(np.abs(loss - base), FLAGS.bins)
+    return {
+        "kv_dtype": name,
+        "kv_bytes_per_token": bytes_per_token,
+        "mean_nll": float(loss.mean()),
+        "relative_to_first": float(loss.mean() / base.mean() - 1),
+        "mean_abs_difference_by_span": [float(span.mean()) for span in spans if span.size],
+    }
+
+
+def _print_table(rows: list[dict], num_tokens: int) -> None:
+    print(f"{num_tokens} tokens; differences of the log-likelihood to {rows[0]['kv_dtype']}, by position\n")
+    print(f"{'KV':16}{'bytes/token':>12}{'mean NLL':>10}{'change':>10}   mean absolute difference, first to last span")
+    for row in rows:
+        spans = " ".join(f"{x:.4f}" for x in row["mean_abs_difference_by_span"])
+        change = f"{row['relative_to_first']:+.3%}"
+        print(f"{row['kv_dtype']:16}{row['kv_bytes_per_token']:12,.0f}{row['mean_nll']:10.4f}{change:>10}   {spans}")
+
+
+def _plot(losses: dict) -> None:
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    base = losses[FLAGS.kv_dtypes[0]]
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    for name in FLAGS.kv_dtypes[1:]:
+        spans = np.array_split(np.abs(losses[name] - base), 4 * FLAGS.bins)
+        centres = np.cumsum([span.size for span in spans]) - [span.size / 2 for span in spans]
+        axes.plot(centres, [span.mean() for span in spans], marker=".", label=name)
+    axes.set(xlabel="position (tokens)", ylabel=f"mean |NLL difference| to {FLAGS.kv_dtypes[0]}", yscale="log")
+    axes.legend()
+    figure.savefig(FLAGS.plot, dpi=120)
+
+
+if __name__ == "__main__":
+    _script.run(main)
