@@ -62,12 +62,16 @@ def weight_bytes(model, rows: int) -> int:
     return total
 
 
-def kv_bytes(model, rows: int, tokens: float) -> int:
-    """Bytes of keys and values that one decode step reads when every row holds so many tokens; a window's layers read less."""
+def kv_bytes(model, rows: int, tokens: float, kv_dtype: str | None = None) -> int:
+    """Bytes of keys and values that one decode step reads when every row holds so many tokens; a window's layers read less.
+
+    Scales of an 8-bit pool count, one a token and head; what a backend pads does not.
+    """
     config = model.config
-    itemsize = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=1).kv.k_pages.dtype.itemsize
+    kv = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=1, kv_dtype=kv_dtype).kv
+    vector = config.head_dim * kv.k_pages.dtype.itemsize + (0 if kv.kv_scales is None else 4)
     seen = sum(min(tokens, window) if window else tokens for window in config.layer_windows)
-    return round(2 * rows * seen * config.num_kv_heads * config.head_dim * itemsize)
+    return round(2 * rows * seen * config.num_kv_heads * vector)
 
 
 def _nbytes(array) -> int:

@@ -18,6 +18,7 @@ from scripts._terminal import Terminal
 
 WEIGHTS = ["float32", "bfloat16", "int8"]
 DTYPES = ["float32", "bfloat16", "float16"]
+KV_DTYPES = [*DTYPES, "int8", "float8_e4m3fn"]
 _HELP = ("--help", "-help", "-h", "--helpshort")
 _HELP_COLUMN = 26
 

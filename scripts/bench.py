@@ -4,8 +4,8 @@ library that does the same work.
 A turn fills empty slots with --batch prompts of --context tokens and emits
 --new_tokens greedily through `jaxkv.generate`, not streamed. Prefill is the time to
 the first token, a decode step the mean time between tokens after it; both include
-sampling and the host's work. Every pair of --context and --pool_factor is a case. A
-round runs each case, and with --peer the same prompts there too, in changing order.
+sampling and the host's work. Every choice of --context, --pool_factor and
+--kv_dtype is a case. A round runs each case, and with --peer the same prompts there too, in changing order.
 Figures are medians over --repeats rounds, after one that does not count; ratios are
 medians of the rounds' ratios.
 
@@ -23,6 +23,7 @@ A last-level cache that holds much of the weights can lift the fraction above 1.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from functools import partial
@@ -43,6 +44,7 @@ flags.DEFINE_string("model", "gemma-3-270m", "A known name, a Hugging Face folde
 flags.DEFINE_integer("batch", 1, "Rows decoded together.", lower_bound=1)
 flags.DEFINE(_script.Integers(), "context", "128", "Prompt tokens a row; several make several cases.")
 flags.DEFINE(_script.Integers(), "pool_factor", "1", "Pages of the pool over what the rows need; several make several cases.")
+flags.DEFINE_list("kv_dtype", [], "What keys and values are stored in; several make several cases; without it the backend's.")
 flags.DEFINE_integer("new_tokens", 32, "Tokens to emit a row; the first is part of prefill.", lower_bound=2)
 flags.DEFINE_enum("weights", None, _script.WEIGHTS, "How weights are stored; without it what suits the backend.")
 flags.DEFINE_enum("dtype", None, _script.DTYPES, "Of the operands of large products; without it as --weights wants.")
@@ -57,6 +59,7 @@ class Case:
 
     context: int
     pool_factor: int
+    kv_dtype: str | None  # None: the backend's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +82,7 @@ def main(terminal) -> None:
 
 
 def _measure(report) -> dict:
-    cases = [Case(context, factor) for context in FLAGS.context for factor in FLAGS.pool_factor]
+    cases = [Case(*choice) for choice in itertools.product(FLAGS.context, FLAGS.pool_factor, FLAGS.kv_dtype or [None])]
     peer = open_peer(FLAGS.peer, FLAGS.model, FLAGS.batch, max(FLAGS.context) + FLAGS.new_tokens, report)
     report("importing jax")
     import jax
@@ -110,7 +113,7 @@ def _measure(report) -> dict:
 def _result(model, peer, case: Case, rounds: list[dict], first: Case) -> dict:
     """The medians of one case, and its ratios to the peer and to the first case."""
     ours = [r[case, "jaxkv"] for r in rounds]
-    result: dict = {"context": case.context, "pool_factor": case.pool_factor}
+    result: dict = dataclasses.asdict(case)
     result["jaxkv"] = _summary(case, ours) | _traffic(model, case, ours, [r["read_gb_s"] for r in rounds])
     if case != first:
         pairs = [(r[case, "jaxkv"], r[first, "jaxkv"]) for r in rounds]
@@ -164,7 +167,7 @@ def _run(model, prompts, case: Case):
 
     tokens, page_size = case.context + FLAGS.new_tokens, 16
     num_pages = FLAGS.batch * -(-tokens // page_size) * case.pool_factor + 1  # the null page
-    state = jaxkv.init_state(model, FLAGS.batch, tokens, page_size=page_size, num_pages=num_pages)
+    state = jaxkv.init_state(model, FLAGS.batch, tokens, page_size=page_size, num_pages=num_pages, kv_dtype=case.kv_dtype)
     sampling = jaxkv.Sampling(ignore_eos=True)
     _, output = jaxkv.generate(state, prompts, max_new_tokens=FLAGS.new_tokens, sampling=sampling)
     return output.timings.ttft_s, output.timings.tpot_s, [row.tolist() for row in output.tokens]
@@ -186,7 +189,7 @@ def _traffic(model, case: Case, turns: list[Turn], read_gb_s: list[float]) -> di
 
     weights = weight_bytes(model, FLAGS.batch)
     # The first decode step sees the prompt and one token; the others one more each.
-    cached = kv_bytes(model, FLAGS.batch, case.context + FLAGS.new_tokens / 2)
+    cached = kv_bytes(model, FLAGS.batch, case.context + FLAGS.new_tokens / 2, case.kv_dtype)
     step_s = median(t.decode_s for t in turns)
     fractions = [(weights + cached) / t.decode_s / 1e9 / rate for t, rate in zip(turns, read_gb_s, strict=True)]
     return {
@@ -220,6 +223,7 @@ def _print_table(result: dict) -> None:
 def _print_case(case: dict, read_gb_s: float) -> None:
     ours = case["jaxkv"]
     factor = f", pool {case['pool_factor']} times as large" if case["pool_factor"] != 1 else ""
+    factor += f", KV in {case['kv_dtype']}" if case["kv_dtype"] else ""
     print(f"\ncontext {case['context']}{factor}\n{'':14}{'prefill tok/s':>14}{'decode ms/step':>16}{'decode tok/s':>14}")
     for name in ("jaxkv", *(name for name in PEERS if name in case)):
         row = case[name]

@@ -42,6 +42,7 @@ flags.DEFINE_float(
 )
 flags.DEFINE_integer("seed", None, "Makes draws repeatable; without it every run draws anew.", lower_bound=0)
 flags.DEFINE_enum("weights", None, _script.WEIGHTS, "How weights are stored; without it what suits the backend.")
+flags.DEFINE_enum("kv_dtype", None, _script.KV_DTYPES, "What keys and values are stored in; without it as the backend likes.")
 flags.DEFINE_enum("dtype", None, _script.DTYPES, "Of the operands of large products; without it as --weights wants.")
 flags.DEFINE_bool("json", False, "One JSON object a prompt on stdout, instead of text.")
 
@@ -118,7 +119,7 @@ def _continue(model, prompts, sampling, terminal) -> None:
         if not ids:
             raise ValueError(f"prompt {prompt!r} has no tokens: there is nothing to continue")
     room = _room(max(map(len, tokens)), model.config.max_positions)
-    state = jaxkv.init_state(model, num_slots=min(len(prompts), _MAX_ROWS), max_tokens_per_slot=room)
+    state = jaxkv.init_state(model, num_slots=min(len(prompts), _MAX_ROWS), max_tokens_per_slot=room, kv_dtype=FLAGS.kv_dtype)
     for first in range(0, len(prompts), _MAX_ROWS):
         rows = slice(first, first + _MAX_ROWS)
         state = jaxkv.release(state, range(state.num_slots))
@@ -206,7 +207,7 @@ def _chat(model, sampling, terminal) -> None:
         )
     _check_max_tokens(model.config.max_positions)
     room = FLAGS.max_tokens or min(4096, model.config.max_positions)
-    state = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=room)
+    state = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=room, kv_dtype=FLAGS.kv_dtype)
     messages: list[dict[str, str]] = []
     terminal.done()
     if sys.stdin.isatty():

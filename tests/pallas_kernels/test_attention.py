@@ -237,7 +237,8 @@ def test_a_soft_cap_comes_after_the_scale(implementation):
 
 @pytest.mark.parametrize(("implementation", "shape"), pairs([STORED, DECODE[2], INT8, CHUNK]), ids=label)
 def test_a_row_does_not_feel_its_neighbours(implementation, shape):
-    """Bit for bit, whatever they hold: the loop runs as far as the longest of them."""
+    """Bit for bit, whatever they hold: the loop runs as far as the longest of them. A GPU splits rows by the work of all of them, so
+    that the order of its sums follows the neighbours: there to float32's rounding."""
     engine = implementation == XLA
     for window in (0, 9, 150):
         base = make(shape, 1, [0, 77, 4, 0], window=window)

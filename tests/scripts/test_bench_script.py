@@ -14,7 +14,7 @@ from scripts._bandwidth import kv_bytes, weight_bytes
 
 # The shapes of test_generate_script's three prompts, so that nothing is compiled for these: 3 slots of 256 tokens.
 SMALL = ("--context=12", "--new_tokens=244", "--repeats=2", "--batch=3")
-TWO_CASES = ("--context=12", "--pool_factor=1,2", *SMALL[1:])
+TWO_CASES = ("--context=12", "--kv_dtype=float32,int8", *SMALL[1:])
 
 
 def bench(*args, cache):
@@ -40,7 +40,7 @@ def test_json_holds_the_figures_of_every_case(cache, chat_model):
     assert status == 0, err
     result = json.loads(out)
     assert result["read_gb_s"] > 0
-    assert [(case["context"], case["pool_factor"]) for case in result["cases"]] == [(12, 1), (12, 2)]
+    assert [(case["context"], case["kv_dtype"]) for case in result["cases"]] == [(12, "float32"), (12, "int8")]
     for case in result["cases"]:
         ours = case["jaxkv"]
         assert len(ours["rounds_decode_ms"]) == 2
