@@ -35,7 +35,7 @@ run() {
 
 if ((${#dry[@]})); then
   export JAX_PLATFORMS=cpu
-  for parts in decode,mosaic,write prefill,shapes,memory,bench; do run "$parts" 300 & done
+  for parts in decode,mosaic,write prefill,shapes,memory,bench; do run "$parts" 900 & done
   wait
 else
   # Checks of numbers share the GPU; speed is measured alone. The oracle runs on the CPU.

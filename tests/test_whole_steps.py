@@ -98,21 +98,39 @@ def decode(case: Case):
     return pools, case.compile(run, params, loop, options, shape(jnp.bool_), i32(), donate=(1,))
 
 
-def check(case: Case, pools: Pools, memory, copies: int):
-    """`copies`: bytes of temporaries that the step may have besides."""
+def check(case: Case, pools: Pools, memory, activations: int):
+    """`activations`: bytes that the step's own values may take besides."""
     kv_bytes = sum(a.size * a.dtype.itemsize for a in (pools.k_pages, pools.v_pages, pools.kv_scales) if a is not None)
     layer_bytes = pools.k_pages.size * pools.k_pages.dtype.itemsize // case.config.num_layers
     assert memory.alias_size_in_bytes >= kv_bytes
-    assert memory.temp_size_in_bytes < layer_bytes + copies, f"{memory.temp_size_in_bytes:,} over {layer_bytes:,}"
+    assert memory.temp_size_in_bytes < layer_bytes + activations, f"{memory.temp_size_in_bytes:,} over {layer_bytes:,}"
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     assert total < case.spec.hbm_bytes
 
 
 CASES = [Case(model, device) for model in SIZES for device in (*TPUS, *GPUS)]
+CASES += [Case("llama-3.1-8b", device, "int8") for device in ("v5e", "h200")]
+pytestmark = [pytest.mark.aot, tpu_aot.needs_libtpu]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.model}-{c.device}")
+@pytest.fixture(autouse=True)
+def compilers(request):
+    case = request.getfixturevalue("case")
+    if case.spec.platform == "gpu" and gpu_aot.missing():
+        pytest.skip(gpu_aot.missing())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.model}-{c.device}-{c.kv_dtype}")
 def test_decode_is_in_place_and_fits(case):
+    """The whole loop: forward, sampling, stop, page reservation."""
     pools, memory = decode(case)
     B, V = pools.history.shape[0], case.config.vocab_size
-    check(case, pools, memory, copies=8 * B * V * 4)
+    check(case, pools, memory, activations=8 * B * V * 4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.model}-{c.device}-{c.kv_dtype}")
+def test_prefill_is_in_place_and_fits(case):
+    T, config = 512, case.config
+    pools, memory = prefill(case, rows=1, T=T)
+    new_kv = 2 * config.num_layers * T * config.num_kv_heads * config.head_dim * 4
+    check(case, pools, memory, activations=new_kv + 8 * T * 2 * config.mlp_dim * 4)

@@ -89,7 +89,9 @@ def build_params(source: WeightSource, storage: Storage, report=lambda done: Non
     params = {"embed": top("embed"), "final_norm": _vector(source, "final_norm", (None,))[0]}
     if not config.tie_embeddings:
         params["head"] = top("head")
-    params["layers"] = tuple(_segment(source, shapes, tuple(range(first, stop)), storage) for first, stop in stacks(config, storage.platform))
+    params["layers"] = tuple(
+        _segment(source, shapes, tuple(range(first, stop)), storage) for first, stop in stacks(config, storage.platform)
+    )
     return params
 
 

@@ -1,7 +1,8 @@
 """The real TPU compiler on a machine without a TPU: whether a kernel compiles, what it allocates, and its static schedule.
 
-The compiler is libtpu's, run against a topology description. `dump` makes it write its schedules (a bundle issues in one cycle at
-best) into a folder of this process, from which `static_cost` reads the innermost loops of one kernel.
+The compiler is libtpu's, run against a topology description. With JAXKV_TPU_SCHEDULES=1 it writes its schedules (a bundle issues in
+one cycle at best) into a folder of this process, from which `static_cost` reads the innermost loops of one kernel. It does so for all
+that it compiles, which takes minutes for a whole step: those are compiled in a process without it.
 """
 
 import atexit

@@ -138,7 +138,8 @@ def test_bits_of_bfloat16_are_bfloat16(implementation, T):
     assert same_bits(run(shape, case, implementation), run(shape, bfloat16_bits(case), implementation))
 
 
-POISONED = [STORED, DECODE[2], BITS, INT8, FP8, CHUNK, CHUNK_BITS, CHUNK_INT8, LONG]
+# XLA:CPU converts a whole fp8 pool at every step of an interpreted kernel: a small one.
+POISONED = [STORED, DECODE[2], BITS, INT8, dataclasses.replace(FP8, B=2, M=5), CHUNK, CHUNK_BITS, CHUNK_INT8, LONG]
 
 
 @pytest.mark.parametrize(("implementation", "shape"), pairs(POISONED), ids=label)
@@ -148,7 +149,7 @@ def test_what_a_row_does_not_hold_is_never_seen(implementation, shape):
     windows = (0, 1, P - 1, P, P + 1, 2 * P + 1, block + 3, 2 * block - 1, 2 * block, 2 * block + 1)
     lengths = ([0, 1, P, S], [P - 1, P + 1, block, S - 1], [3 * P, block + P + 1, 2 * block, 2 * P - 1], [0, 0, 0, 0])
     engine = implementation == XLA
-    for seed, window in enumerate(windows):
+    for seed, window in enumerate(windows if engine else windows[::3]):
         for rows in (lengths[seed % 4], lengths[(seed + 1) % 4]) if window else lengths[:3]:
             case = make(shape, seed, np.minimum(rows, S)[: shape.B], [T, max(T - 2, 0), 1, 0][: shape.B], window=window)
             clean, dirty = (run(shape, c, implementation, engine) for c in (case, poison(shape, case, seed)))

@@ -10,7 +10,7 @@ from pallas_kernels.block_sizes import gpu_decode_blocks, gpu_decode_items, gpu_
 from pallas_kernels.devices import DEVICES
 from pallas_kernels.gpu import triton_decode, triton_prefill
 
-pytestmark = pytest.mark.skipif(gpu_aot.missing() is not None, reason=str(gpu_aot.missing()))
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(gpu_aot.missing() is not None, reason=str(gpu_aot.missing()))]
 bf16, f16, f32, int8, fp8 = "bfloat16", "float16", "float32", "int8", "float8_e4m3fn"
 SCALED = (int8, fp8)
 

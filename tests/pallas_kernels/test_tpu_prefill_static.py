@@ -9,7 +9,7 @@ from pallas_kernels.tpu.prefill import prefill
 from pallas_kernels.tpu.prefill_block import TURN_ROWS
 from tests.helpers import tpu_aot
 
-pytestmark = [tpu_aot.needs_libtpu, pytest.mark.slow]  # some 10 s of compiling each
+pytestmark = [pytest.mark.aot, tpu_aot.needs_libtpu, tpu_aot.needs_schedules]
 
 # v5e has four matrix units of 128 x 128, each of which takes a row a cycle: its schedules place a product of 16 rows every 16
 # bundles on each. At the 1.5 GHz of its data sheet that is its 197 TFLOP/s.

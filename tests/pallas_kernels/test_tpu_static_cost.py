@@ -12,7 +12,7 @@ from pallas_kernels.devices import DEVICES
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.write import write
 
-pytestmark = tpu_aot.needs_libtpu
+pytestmark = [pytest.mark.aot, tpu_aot.needs_libtpu, tpu_aot.needs_schedules]
 BF16, F32, INT8, FP8, I32 = jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn, jnp.int32
 L, B, M, C = 4, 32, 64, 256
 TARGETS = tuple(tpu_aot.TOPOLOGIES)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a dry ch
 MACHINE = types.SimpleNamespace(device=types.SimpleNamespace(device_kind="cpu"))
 
 
-def command(*args, env=None, timeout=300):
+def command(*args, env=None, timeout=1000):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHON": sys.executable, **(env or {})}
     return subprocess.run(args, capture_output=True, text=True, env=env, timeout=timeout)
 
