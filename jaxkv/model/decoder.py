@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.config import ModelConfig
-from jaxkv.model.layers import mixture, mlp, rms_norm, rope_tables, rotate
+from jaxkv.model.layers import mixture, mlp, rms_norm, rope_tables, rotate, spread
 from jaxkv.model.linear import Experts
 from jaxkv.model.params import stacks
 from pallas_kernels import DEVICES, DeviceSpec, default_device, device_spec, paged_decode, paged_prefill
@@ -106,7 +106,8 @@ def _layer(config, w, x, cos, sin, attend, mix, dtype):
     norm = lambda name, y: rms_norm(y, w[name], config.norm_eps)
     with jax.named_scope("attention"):
         q, k, v = _qkv(config, w, norm("attn_norm", x) if before else x, cos, sin, dtype)
-        o = w["o"](attend(q, k, v).reshape(*x.shape[:-1], -1), dtype)
+        o, k, v = attend(q, k, v)
+        o = w["o"](o.reshape(*x.shape[:-1], -1), dtype)
         x = x + (norm("post_attn_norm", o) if after else o)
     with jax.named_scope("mlp"):
         h = mix(w, norm("mlp_norm", x) if before else x)
@@ -127,12 +128,18 @@ def _qkv(config, w, x, cos, sin, dtype):  # x [B, T, D] -> q [B, T, K, G, H], k 
     return q.reshape(B, T, K, N // K, H), k, v.reshape(B, T, K, H)
 
 
-def _attend(config, q, k, v, cache: Cache, chunk_lengths, dtype, options):  # q f32[B, T, K, G, H] -> f32[B, T, K, G, H]
+def _attend(config, q, k, v, cache: Cache, chunk_lengths, dtype, options):
+    """f32 q [B, T, K, G, H], k and v [B, T, K, H] -> o f32[B, T, K, G, H], and k and v as they are to be stored."""
+    spreads = cache.k_pages.dtype == jnp.int8  # fp8 keeps its bits whatever the largest channel, and loses by it
+    if spreads:
+        q, k, v = spread(q), spread(k), spread(v)
     options = options | {"scale": config.query_scale, "soft_cap": config.attn_soft_cap, "kv_scales": cache.kv_scales}
     pages = (cache.k_pages, cache.v_pages, cache.page_table, cache.lengths)
     if q.shape[1] > 1:
-        return paged_prefill(q.astype(dtype), *pages, chunk_lengths, k_new=k, v_new=v, **options).astype(jnp.float32)
-    # XLA:CPU computes one-token attention in f32 whatever dtype large products use.
-    q = q if options["device"].platform == "cpu" else q.astype(dtype)
-    o = paged_decode(q[:, 0], *pages, k_new=k[:, 0], v_new=v[:, 0], **options)
-    return o[:, None].astype(jnp.float32)
+        o = paged_prefill(q.astype(dtype), *pages, chunk_lengths, k_new=k, v_new=v, **options)
+    else:
+        # XLA:CPU computes one-token attention in f32 whatever dtype large products use.
+        query = q if options["device"].platform == "cpu" else q.astype(dtype)
+        o = paged_decode(query[:, 0], *pages, k_new=k[:, 0], v_new=v[:, 0], **options)[:, None]
+    o = o.astype(jnp.float32)
+    return spread(o) if spreads else o, k, v

@@ -128,3 +128,19 @@ def _sorted_by_expert(config: ModelConfig, w, rows, weights, experts, valid):
     y = w["experts_down"](_ACTIVATIONS[config.activation](gate) * up, sizes)
     y = y[jnp.argsort(order)].reshape(rows.shape[0], k, -1)
     return jnp.where(valid[:, None], jnp.sum(y * weights[..., None], 1), 0)
+
+
+def spread(x):  # [.., H] -> [.., H]
+    """x with every channel spread over all of them: an orthogonal product with a Hadamard matrix, which is its own inverse.
+
+    q.k does not change when both are spread. But an 8-bit vector has one scale, which its largest channel decides, and the keys of
+    real models have a few channels that are much larger than the rest: spread, they no longer cost the others their bits
+    (QuaRot, arXiv:2404.00456; figures in docs/quantisation.md). Where H is no power of two, channels spread within equal blocks.
+    """
+    H = x.shape[-1]
+    n = H & -H  # the largest power of two that divides H
+    matrix = np.ones((1, 1), np.float32)
+    while matrix.shape[0] < n:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]]) / np.float32(math.sqrt(2))
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], H // n, n)
+    return jnp.matmul(blocks, matrix, precision="highest").reshape(x.shape)

@@ -1,17 +1,19 @@
 """scripts/tune_block_sizes.py: what it writes is what kernels find."""
 
+import io
 import json
-import sys
 
 import jax
 import pytest
 import run_script
+from absl.testing import flagsaver
 
 from pallas_kernels import block_sizes
 from pallas_kernels.block_sizes import DecodeBlocks
 from pallas_kernels.devices import DEVICES
 from scripts import tune_block_sizes
 from scripts._kernel_cases import Case
+from scripts._terminal import Terminal
 from scripts.tune_block_sizes import Lookup, recorded_lookups, write_entry
 
 KEY = {"K": 8, "G": 4, "H": 128, "P": 16, "dtype": "bfloat16"}
@@ -88,9 +90,13 @@ class FakeBench:
         spec = DEVICES["h200"]
 
 
-def test_the_best_of_each_field_is_kept_if_it_gains_enough():
+@pytest.fixture
+def parsed_flags():
     if not tune_block_sizes.FLAGS.is_parsed():
-        tune_block_sizes.FLAGS(sys.argv[:1])
+        tune_block_sizes.FLAGS(["tune_block_sizes.py"])
+
+
+def test_the_best_of_each_field_is_kept_if_it_gains_enough(parsed_flags):
     lookup, entry = tune_block_sizes._tune(FakeBench(), Case("decode", 1, 20, 2, 2, 8, 4, "bfloat16"))
     assert (lookup.kernel, json.loads(lookup.key)) == ("gpu.triton_decode", KEY)
     assert entry["blocks"] == {"tokens_per_block": 64, "num_stages": 4}
@@ -119,13 +125,24 @@ def test_user_errors_are_one_line(args, words, cache):
     assert words in error_line(tune(*args, cache=cache))
 
 
-@pytest.mark.slow  # interprets a kernel with a dozen block sizes
-def test_a_trial_writes_a_file_that_a_kernel_would_find(cache, tmp_path):
+@pytest.mark.slow  # interprets a kernel with several block sizes
+def test_a_trial_writes_a_file_that_a_kernel_would_find(parsed_flags, tmp_path, monkeypatch, capsys):
     path = tmp_path / "trial.json"
-    shape = ("--batch=2", "--context=20", "--kv_heads=2", "--group=2", "--head_dim=16", "--page_size=4", "--dtype=bfloat16")
-    status, out, err = tune("--interpret", f"--output={path}", "--op=decode", "--repeats=1", "--cache_mb=1", *shape, cache=cache)
-    assert status == 0, err
-    assert str(path) in out
+    monkeypatch.setattr("jaxkv.io.cache.use_compilation_cache", lambda: None)  # would outlive this test
+    monkeypatch.setattr(tune_block_sizes, "_CANDIDATES", {"gpu.triton_decode": {"tokens_per_block": (16, 32)}})
+    shape = {
+        "batch": [2],
+        "context": [20],
+        "kv_heads": [2],
+        "group": [2],
+        "head_dim": [16],
+        "page_size": [4],
+        "dtype": ["bfloat16"],
+    }
+    with flagsaver.flagsaver(interpret=True, output=str(path), op=["decode"], repeats=1, cache_mb=1, **shape):
+        tune_block_sizes.main(Terminal(io.StringIO()))
+    assert str(path) in capsys.readouterr().out
     (entry,) = json.loads(path.read_text())["kernels"]["gpu.triton_decode"]
     assert entry["key"] == {"B": 2, "K": 2, "G": 2, "H": 16, "P": 4, "M": 6, "dtype": "bfloat16"}
+    assert set(entry["candidates_us"]) == {"rule", '{"tokens_per_block": 16}', '{"tokens_per_block": 32}'}
     DecodeBlocks(**entry["blocks"])
