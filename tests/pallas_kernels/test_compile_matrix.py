@@ -91,7 +91,7 @@ class Cell:
         pool = arguments["k_pages"]
         pool_bytes = pool.size * pool.dtype.itemsize
         activations = sum(4 * arguments[name].size for name in ("q", "k_new", "v_new") if name in arguments)
-        assert got["temp"] < 6 * activations + 2**21, got
+        assert got["temp"] < 8 * activations + 2**22, got
         if self.kernel == "write":
             assert got["alias"] >= 2 * pool_bytes, got
         if "spills" in got:
@@ -99,9 +99,10 @@ class Cell:
 
 
 def cells():
-    """Everything on one device of a kind; the others with the head dim of most models."""
+    """Everything on one device of a kind; the others with the head dim of most models. Prefill compiles longest: fewer dtypes."""
     for kernel, dtype, H, target in itertools.product(("decode", "prefill", "write"), DTYPES, HEAD_DIMS, (*TPUS, *GPUS)):
-        if H == 128 or target in ("v5e", "h200"):
+        usual = H == 128 and (target in ("v5e", "h200") or kernel != "prefill" or dtype in ("bfloat16", "int8"))
+        if usual or (target in ("v5e", "h200") and (kernel != "prefill" or dtype in ("bfloat16", "int8"))):
             yield Cell(kernel, dtype, H, target)
 
 
