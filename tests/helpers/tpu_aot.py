@@ -21,9 +21,11 @@ atexit.register(shutil.rmtree, _DUMP, True)
 # libtpu reads these when it loads, which is at the first topology. Only compiling, so its one-process lock has nothing to guard.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-os.environ["LIBTPU_INIT_ARGS"] = (
-    f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={_DUMP} --xla_jf_dump_llo_text=true".strip()
-)
+_WRITES_SCHEDULES = os.environ.get("JAXKV_TPU_SCHEDULES") == "1"
+if _WRITES_SCHEDULES:
+    os.environ["LIBTPU_INIT_ARGS"] = (
+        f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={_DUMP} --xla_jf_dump_llo_text=true".strip()
+    )
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -35,6 +37,7 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install jax[tpu]"
 )
+needs_schedules = pytest.mark.skipif(not _WRITES_SCHEDULES, reason="reads the compiler's schedules: set JAXKV_TPU_SCHEDULES=1")
 
 
 @functools.cache

@@ -2,14 +2,14 @@
 
 import jax.numpy as jnp
 import pytest
+import tpu_aot
 
 from pallas_kernels.block_sizes import tpu_prefill_blocks
 from pallas_kernels.devices import DEVICES
 from pallas_kernels.tpu.prefill import prefill
 from pallas_kernels.tpu.prefill_block import TURN_ROWS
-from tests.helpers import tpu_aot
 
-pytestmark = [pytest.mark.aot, tpu_aot.needs_libtpu, tpu_aot.needs_schedules]
+pytestmark = [pytest.mark.aot, tpu_aot.needs_libtpu]
 
 # v5e has four matrix units of 128 x 128, each of which takes a row a cycle: its schedules place a product of 16 rows every 16
 # bundles on each. At the 1.5 GHz of its data sheet that is its 197 TFLOP/s.
@@ -46,6 +46,7 @@ def _attending_loops():
             yield len(bundles) + waits, sum(bundle[i] for bundle in bundles for i in spills)
 
 
+@tpu_aot.needs_schedules
 def test_the_loop_keeps_v5e_matrix_units_busy_without_spills():
     _compile("v5e", K=8, G=4, H=128, P=128)
     blocks = tpu_prefill_blocks(512, 8, 4, 128, 128, 2, DEVICES["v5e"])

@@ -12,7 +12,7 @@ from pallas_kernels.devices import DEVICES
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.write import write
 
-pytestmark = [pytest.mark.aot, tpu_aot.needs_libtpu, tpu_aot.needs_schedules]
+pytestmark = [pytest.mark.aot, tpu_aot.needs_libtpu]
 BF16, F32, INT8, FP8, I32 = jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn, jnp.int32
 L, B, M, C = 4, 32, 64, 256
 TARGETS = tuple(tpu_aot.TOPOLOGIES)
@@ -53,6 +53,7 @@ BUNDLES = {"v5e": (450, 590, 420), "v5p": (460, 590, 425), "v6e": (390, 385, 360
 
 
 @pytest.mark.parametrize("target", ["v5e", *(pytest.param(t, marks=pytest.mark.slow) for t in TARGETS[1:])])
+@tpu_aot.needs_schedules
 def test_bundles_of_a_decode_block(target):
     block = lambda P: DecodeBlocks(pages_per_block=256 // P, num_stages=2)
     bf16, int8, small = BUNDLES[target]
@@ -67,12 +68,14 @@ def test_bundles_of_a_decode_block(target):
         assert memory.temp_size_in_bytes < 2 * 2**20  # queries in bundles, never pages
 
 
+@tpu_aot.needs_schedules
 def test_the_rule_spills_nothing_for_bfloat16():
     for target in TARGETS[::3]:
         assert compile_decode(target)[1].spills == 0
 
 
 @pytest.mark.parametrize(("T", "dtype", "most"), [(1, BF16, 800), (1, INT8, 1050), (512, BF16, 850)])
+@tpu_aot.needs_schedules
 def test_write_is_in_place_and_short(T, dtype, most):
     memory, cost = compile_write("v5e", T=T, dtype=dtype)
     assert memory.temp_size_in_bytes == 0
