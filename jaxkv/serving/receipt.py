@@ -1,0 +1,81 @@
+"""Why a request reused what it did: for the operator, as JSON.
+
+Parts are shown as digests keyed by the server's secret, so that a receipt names no tenant and no short secret can be
+guessed from it. They are compared with the nearest fingerprint that has entries: the request's own if it has any, the
+public one if its pages came from there, else the one that differs in the fewest parts, whatever its tokens. What a
+receipt says about other tenants is so only that there are some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+from collections.abc import Iterable
+from typing import Any
+
+from jaxkv.serving.fingerprint import Fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Receipt:
+    """One request's use of the prefix cache."""
+
+    parts: dict[str, dict[str, str | None]]  # name -> digest (None: not set), nearest ("same", "different" or None: no entries)
+    reusable_tokens: int
+    suffix_tokens: int  # tokens to compute
+    gates: dict[str, str]
+    decision: str  # "reuse" or "recompute"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the receipt as what the json module takes."""
+        return dataclasses.asdict(self)
+
+
+def make_receipt(
+    fingerprint: Fingerprint,
+    known: Iterable[Fingerprint],
+    *,
+    secret: bytes,
+    num_tokens: int,
+    reusable_tokens: int,
+    is_public: bool,
+) -> Receipt:
+    """Returns the receipt of a prompt of num_tokens of which a match found reusable_tokens.
+
+    known: the fingerprints that have entries.
+    """
+    nearest = _nearest(fingerprint, known, is_public)
+    same = fingerprint.differences(nearest) if nearest is not None else {}
+    crossing = "public" if is_public else "reject" if same.get("tenant") == "different" else "pass"
+    own_epoch = is_public or same.get("tenant") == "different" or same.get("acl_epoch") != "different"
+    return Receipt(
+        parts={name: {"digest": _digest(secret, name, value), "nearest": same.get(name)} for name, value in fingerprint.parts()},
+        reusable_tokens=reusable_tokens,
+        suffix_tokens=num_tokens - reusable_tokens,
+        gates={
+            "cross_tenant": crossing,
+            "acl_epoch_mismatch": "pass" if own_epoch else "miss_and_recompute",
+            "active_sequence": "never_evict",
+        },
+        decision="reuse" if reusable_tokens else "recompute",
+    )
+
+
+def _nearest(fingerprint: Fingerprint, known: Iterable[Fingerprint], is_public: bool) -> Fingerprint | None:
+    """Returns the known fingerprint with the fewest parts that differ, the first of equals; O(known)."""
+
+    def distance(other: Fingerprint) -> tuple[bool, int]:
+        wrong_scope = is_public and other.tenant is not None
+        return wrong_scope, sum(same == "different" for same in fingerprint.differences(other).values())
+
+    if not is_public and isinstance(known, dict) and fingerprint in known:
+        return fingerprint
+    return min(known, key=distance, default=None)
+
+
+def _digest(secret: bytes, name: str, value: str | int | None) -> str | None:
+    if value is None:
+        return None
+    text = f"{type(value).__name__}:{value}".encode("utf-8", "surrogatepass")
+    return hmac.digest(hashlib.sha256(secret + name.encode()).digest(), text, "sha256").hex()[:16]
