@@ -71,10 +71,25 @@ def tuned(kernel: str, device_name: str, key: dict, kind: type[Blocks]) -> Block
 
     A file is {"kernels": {kernel: [{"key": {..}, "blocks": {..}, ..}]}}; other fields (times, versions) are for readers.
     """
-    for entry in _tuned_file(device_name).get("kernels", {}).get(kernel, ()):
-        if entry["key"] == key:
-            return kind(**entry["blocks"])
-    return None
+    entry = _tuned_entry(kernel, device_name, key)
+    return None if entry is None else kind(**entry["blocks"])
+
+
+def tuned_us(kernel: str, device_name: str, key: dict) -> float | None:
+    """Returns how many microseconds this key took with its best sizes, or None where nobody measured it."""
+    entry = _tuned_entry(kernel, device_name, key)
+    return None if entry is None else entry.get("us")
+
+
+def decode_key(q, k_pages, page_table) -> dict:
+    """Returns what the sizes of a GPU decode kernel may depend on: q `[B, K, G, H]`, pages `[L*C, K, P, H]`, table `[B, M]`."""
+    (B, K, G, H), P = q.shape, k_pages.shape[2]
+    return {"B": B, "K": K, "G": G, "H": H, "P": P, "M": page_table.shape[1], "dtype": str(k_pages.dtype)}
+
+
+def _tuned_entry(kernel: str, device_name: str, key: dict) -> dict | None:
+    entries = _tuned_file(device_name).get("kernels", {}).get(kernel, ())
+    return next((entry for entry in entries if entry["key"] == key), None)
 
 
 @functools.cache

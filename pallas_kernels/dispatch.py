@@ -14,27 +14,20 @@ from pallas_kernels.devices import DeviceSpec, default_device
 
 @dataclasses.dataclass(frozen=True)
 class _Backend:
-    """Modules with a function named as the job, each tried where the one before cannot be imported."""
+    """For each job the module that has a function of that name."""
 
-    decode: tuple[str, ...]
-    prefill: tuple[str, ...]
-    write: tuple[str, ...]
+    decode: str
+    prefill: str
+    write: str
     platform: str | None = None  # the only one it compiles for
 
 
 _XLA_WRITE = "pallas_kernels.xla_write"
 _BACKENDS = {
-    "xla": _Backend(("pallas_kernels.xla",), ("pallas_kernels.xla",), (_XLA_WRITE,)),
-    "pallas_tpu": _Backend(
-        ("pallas_kernels.tpu.decode",), ("pallas_kernels.tpu.prefill",), ("pallas_kernels.tpu.write",), platform="tpu"
-    ),
+    "xla": _Backend("pallas_kernels.xla", "pallas_kernels.xla", _XLA_WRITE),
+    "pallas_tpu": _Backend("pallas_kernels.tpu.decode", "pallas_kernels.tpu.prefill", "pallas_kernels.tpu.write", platform="tpu"),
     # XLA's scatter is one kernel on a GPU: nothing to gain by another.
-    "pallas_gpu": _Backend(
-        ("pallas_kernels.gpu.triton_decode", "pallas_kernels.gpu.mosaic_decode"),
-        ("pallas_kernels.gpu.triton_prefill",),
-        (_XLA_WRITE,),
-        platform="gpu",
-    ),
+    "pallas_gpu": _Backend("pallas_kernels.gpu.decode", "pallas_kernels.gpu.triton_prefill", _XLA_WRITE, platform="gpu"),
 }
 REFERENCE = "reference"
 IMPLEMENTATIONS = (REFERENCE, *_BACKENDS)
@@ -58,15 +51,13 @@ class Choice:
         """Returns the function that does `job`: "decode", "prefill" or "write".
 
         Raises:
-          ValueError: no module of this backend can be imported here.
+          ValueError: it cannot be imported here.
         """
-        failures = []
-        for module in getattr(_BACKENDS[self.name], job):
-            try:
-                return getattr(importlib.import_module(module), job)
-            except ImportError as error:
-                failures.append(f"{module}: {error}")
-        raise ValueError(f"implementation {self.name!r} has no {job} that can be imported here ({'; '.join(failures)})")
+        module = getattr(_BACKENDS[self.name], job)
+        try:
+            return getattr(importlib.import_module(module), job)
+        except ImportError as error:
+            raise ValueError(f"implementation {self.name!r} has no {job} that can be imported here ({module}: {error})") from error
 
 
 def choose(implementation: str | None, interpret, device: DeviceSpec | None) -> Choice:

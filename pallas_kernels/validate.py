@@ -93,6 +93,11 @@ def _check_tpu(choice: Choice, dtype, P: int, H: int) -> None:
             f"page_size {P} of a {dtype} pool must be a multiple of {rows} for {choice.name!r}: a TPU holds {dtype} in tiles of "
             f"({rows}, {LANES}), and a page must be whole tiles to be copied as it lies"
         )
+    if dtype.itemsize == 1 and P % LANES and LANES % P:
+        raise ValueError(
+            f"page_size {P} of a {dtype} pool must divide {LANES} or be a multiple of it for {choice.name!r}: scales lie head after "
+            f"head in rows of {LANES} lanes, and a head's must not straddle two"
+        )
     if H % LANES and not choice.interpret:
         raise ValueError(
             f"k_pages has head_dim {H}, which must be a multiple of {LANES} lanes for {choice.name!r}: XLA would lay such a pool out "

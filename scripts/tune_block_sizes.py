@@ -49,7 +49,7 @@ _LISTS: dict[str, list] = {
 # Values worth trying, the field with the largest effect first. What does not fit a device refuses to compile and is passed over.
 _CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
     "gpu.triton_decode": {"tokens_per_block": (16, 32, 64, 128), "num_stages": (2, 3, 4, 5), "num_warps": (2, 4, 8)},
-    "gpu.mosaic_decode": {"tokens_per_block": (32, 64, 128), "num_stages": (2, 3, 4, 6)},
+    "gpu.mosaic_decode": {"tokens_per_block": (64, 128, 192, 256), "num_stages": (2, 3, 4, 6)},
     "gpu.triton_prefill": {
         "queries_per_block": (32, 64, 128),
         "keys_per_block": (16, 32, 64, 128),

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.block_sizes import DecodeBlocks, choose, gpu_decode_items
+from pallas_kernels.block_sizes import DecodeBlocks, choose, decode_key, gpu_decode_items
 from pallas_kernels.devices import DeviceSpec
 from pallas_kernels.gpu.splits import LN2, LOG2E, combine, work_list
 
@@ -110,7 +110,9 @@ def decode(
     """
     if k_pages.dtype == jnp.uint16:  # bf16 held as its bits
         k_pages, v_pages = (lax.bitcast_convert_type(pool, jnp.bfloat16) for pool in (k_pages, v_pages))
-    _validate(q, k_pages, kv_scales, interpret, device)
+    reason = refusal(q, k_pages, kv_scales, interpret, device)
+    if reason is not None:
+        raise ValueError(f"the Mosaic GPU decode kernel cannot do this: {reason}; {_INSTEAD}")
     plan = _plan(q, k_pages, page_table, scale, soft_cap, interpret, block_sizes, device)
     work = work_list(lengths, starts, items=plan.items, block=plan.block, target=plan.target, num_splits=plan.num_splits)
     work = jnp.stack(work, 1)
@@ -338,31 +340,29 @@ def _interpreted_product(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def _validate(q, k_pages, kv_scales, interpret, device: DeviceSpec):
-    """Raises ValueError for what the kernel cannot do, and names what can."""
+def refusal(q, k_pages, kv_scales, interpret, device: DeviceSpec) -> str | None:
+    """Returns why this kernel cannot do a call, or None; pools are not bits here."""
     (_, _, G, H), P = q.shape, k_pages.shape[2]
     reason = available()
-    if reason is None and not interpret and device.compute_capability != (9, 0):
-        reason = f"it needs wgmma, which compute capability 9.0 has, and {device.name} has {device.compute_capability}"
-    elif kv_scales is not None or k_pages.dtype not in (jnp.bfloat16, jnp.float16):
-        reason = f"wgmma reads keys and values of 16 bits where they lie, not {k_pages.dtype}"
-    elif q.dtype != k_pages.dtype:
-        reason = f"q and the pool must have one type, got {q.dtype} and {k_pages.dtype}"
-    elif H not in (64, 128, 256):
-        reason = f"the head dimension must be 64, 128 or 256, got {H}"
-    elif G > _ROWS:
-        reason = f"it holds at most {_ROWS} query heads a kv head, got {G}"
-    elif P % 8:
-        reason = f"the page size must be a multiple of 8, got {P}"
     if reason is not None:
-        raise ValueError(f"the Mosaic GPU decode kernel cannot do this: {reason}; {_INSTEAD}")
+        return reason
+    if not interpret and device.compute_capability != (9, 0):
+        return f"it needs wgmma, which compute capability 9.0 has, and {device.name} has {device.compute_capability}"
+    if kv_scales is not None or k_pages.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"wgmma reads keys and values of 16 bits where they lie, not {k_pages.dtype}"
+    if q.dtype != k_pages.dtype:
+        return f"q and the pool must have one type, got {q.dtype} and {k_pages.dtype}"
+    if H not in (64, 128, 256):
+        return f"the head dimension must be 64, 128 or 256, got {H}"
+    if G > _ROWS:
+        return f"it holds at most {_ROWS} query heads a kv head, got {G}"
+    return f"the page size must be a multiple of 8, got {P}" if P % 8 else None
 
 
 def _plan(q, k_pages, page_table, scale, soft_cap, interpret, given: DecodeBlocks | None, device: DeviceSpec) -> _Plan:
     """The static side of a call: what was given, tuned or ruled, and the length of the work list."""
     (B, K, G, H), P = q.shape, k_pages.shape[2]
-    key = {"B": B, "K": K, "G": G, "H": H, "P": P, "M": page_table.shape[1], "dtype": str(k_pages.dtype)}
-    blocks = choose("gpu.mosaic_decode", device, key, DecodeBlocks, rule(H, device), given)
+    blocks = choose("gpu.mosaic_decode", device, decode_key(q, k_pages, page_table), DecodeBlocks, rule(H, device), given)
     block, stages, target = blocks.tokens_per_block, blocks.num_stages, 0
     assert block is not None and stages is not None  # the rule names both
     if block % 64 or not 64 <= block <= 256 or stages < 1 or shared_bytes(H, block, stages) > device.smem_bytes > 0:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+# Kernels take exp2, one instruction, and log: Triton lowers log2 in newer jax only.
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.gpu.splits import LN2, LOG2E
 from pallas_kernels.quantise import has_scales, value_dtype
 
-# Kernels take exp2, one instruction, and log: Triton lowers log2 in newer jax only.
-LOG2E, LN2 = math.log2(math.e), math.log(2)
 # Where a running maximum starts: finite, so that a row that has seen nothing yet meets exp2(-inf) and never -inf - -inf.
 LOWEST = -1e30
 # v scales below this count as this where they only steer the range of P: keeps their logarithm and 1/scale finite.

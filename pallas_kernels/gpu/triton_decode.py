@@ -17,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.block_sizes import DecodeBlocks, choose, gpu_decode_blocks, gpu_decode_items
+from pallas_kernels.block_sizes import DecodeBlocks, choose, decode_key, gpu_decode_blocks, gpu_decode_items
 from pallas_kernels.devices import DeviceSpec
 from pallas_kernels.gpu import triton_common as common
-from pallas_kernels.gpu.triton_common import LN2, LOG2E, Numerics, pow2
+from pallas_kernels.gpu.splits import LN2, LOG2E, find_item, split_rows
+from pallas_kernels.gpu.triton_common import Numerics, pow2
 
 # Partials that a step of the combining kernel reads together: 8 KiB at H 128.
 _COMBINE_BLOCK = 16
@@ -44,33 +45,6 @@ class _Plan:
     def items(self) -> int:
         """The length of the work list."""
         return self.B + self.target if self.num_splits is None else self.B * self.num_splits
-
-
-def split_rows(lengths, starts, *, block: int, target: int, num_splits: int | None):
-    """Splits the rows' tiles of `block` tokens into items; returns (first tile, tiles, items) of each row.
-
-    Each row has `num_splits` items, where that is given. Else it has one at least, for its result must be written, and the others
-    in proportion to its tiles: at most `len(lengths) + target` in all, about equally long.
-    """
-    first = lax.div(starts, jnp.int32(block))
-    tiles = jnp.where(lengths > starts, lax.div(lengths + (block - 1), jnp.int32(block)) - first, 0)
-    if num_splits is not None:
-        return first, tiles, jnp.full_like(tiles, num_splits)
-    target = max(target, 1)
-    longest = jnp.maximum(lax.div(_sum(tiles) + (target - 1), jnp.int32(target)), 1)
-    return first, tiles, jnp.maximum(lax.div(tiles + (longest - 1), longest), 1)
-
-
-def find_item(first, tiles, items, item):
-    """Returns (row, first tile, end tile, items of the row) of entry `item` of the list; 0 items of row len(items) past its end."""
-    ends = lax.cumsum(items)
-    row = _sum(jnp.where(ends <= item, 1, 0))
-    here = jnp.arange(items.shape[0], dtype=jnp.int32) == row
-    pick = lambda x: _sum(jnp.where(here, x, 0))
-    count = pick(items)
-    index = item - (pick(ends) - count)
-    at = lambda i: pick(first) + lax.div(i * pick(tiles), jnp.maximum(count, 1))
-    return row, at(index), at(index + 1), count
 
 
 def _sum(x):
@@ -212,9 +186,8 @@ def decode(
 def _plan(q, k_pages, page_table, num: Numerics, given: DecodeBlocks | None, device: DeviceSpec):
     """The static side of a call: what was given, tuned or ruled, and the length of the work list."""
     (B, K, G, H), P = q.shape, k_pages.shape[2]
-    key = {"B": B, "K": K, "G": G, "H": H, "P": P, "M": page_table.shape[1], "dtype": str(k_pages.dtype)}
     rule = gpu_decode_blocks(G, H, k_pages.dtype.itemsize, num.dtype)
-    blocks = choose("gpu.triton_decode", device, key, DecodeBlocks, rule, given)
+    blocks = choose("gpu.triton_decode", device, decode_key(q, k_pages, page_table), DecodeBlocks, rule, given)
     block = blocks.tokens_per_block
     assert block is not None  # the rule names one
     target = 0

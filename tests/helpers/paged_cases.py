@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 from pallas_kernels import paged_decode, paged_prefill, scales_shape
 
 # (implementation, interpret) that the shared suites run. A backend joins by a row here and, where it cannot run every shape, in
-# `runs`.
-IMPLEMENTATIONS_UNDER_TEST = [("xla", False)]
+# `runs`. Interpreted kernels take seconds a case to compile: by default they run some, with -m slow all.
+IMPLEMENTATIONS_UNDER_TEST = [("xla", False), ("pallas_tpu", True), ("pallas_gpu", True)]
+REFERENCE = ("reference", False)
 # How the engine compiles on CPU (jaxkv/steps.py): masks must not lean on arithmetic that fast math may drop.
 ENGINE_OPTIONS = {"xla_cpu_prefer_vector_width": 512, "xla_cpu_enable_fast_math": True}
 # Unoptimised code is the most literal, and compiles in a third of the time.
@@ -75,11 +77,28 @@ def runs(implementation, shape: Shape) -> bool:
     return True
 
 
-def pairs(shapes):
-    """Parameters (implementation, shape) of a shared test. An interpreted kernel gets a smaller pool: XLA:CPU converts the whole of
-    a 16-bit or fp8 one at each of its steps."""
+def pairs(shapes, quick=()):
+    """Parameters (implementation, shape) of a shared test; `quick` are the shapes that interpreted kernels run by default.
+
+    An interpreted kernel gets a smaller pool: XLA:CPU converts the whole of a 16-bit or fp8 one at each of its steps.
+    """
     small = lambda s: dataclasses.replace(s, M=min(s.M, -(-320 // s.P)))
-    return [(i, small(s) if i[1] else s) for i in IMPLEMENTATIONS_UNDER_TEST for s in shapes if runs(i, s)]
+    return [
+        pytest.param(i, small(s) if i[1] else s, marks=_slow(i, s in quick))
+        for i in IMPLEMENTATIONS_UNDER_TEST
+        for s in shapes
+        if runs(i, s)
+    ]
+
+
+def each(quick=False, reference=False):
+    """Parametrises a shared test by `implementation`; `quick`: by default interpreted kernels run it, too."""
+    run_by = [REFERENCE] * reference + IMPLEMENTATIONS_UNDER_TEST
+    return pytest.mark.parametrize("implementation", [pytest.param(i, marks=_slow(i, quick)) for i in run_by], ids=label)
+
+
+def _slow(implementation, quick: bool):
+    return pytest.mark.slow if implementation[1] and not quick else ()
 
 
 def label(x):
@@ -160,7 +179,6 @@ def call(case, *, scale, soft_cap, implementation, interpret=False, block_sizes=
 _STATIC = ("scale", "soft_cap", "implementation", "interpret", "block_sizes")
 LITERAL = jax.jit(call, static_argnames=_STATIC, compiler_options=LITERAL_OPTIONS)
 ENGINE = jax.jit(call, static_argnames=_STATIC, compiler_options=ENGINE_OPTIONS)
-REFERENCE = ("reference", False)
 
 
 def run(shape: Shape, case, implementation=("xla", False), engine=False, block_sizes=None):

@@ -5,6 +5,8 @@ one cycle at best) into a folder of this process, from which `static_cost` reads
 that it compiles, which takes minutes for a whole step: those are compiled in a process without it.
 """
 
+from __future__ import annotations
+
 import atexit
 import collections
 import dataclasses
@@ -78,19 +80,43 @@ class StaticCost:
     """What the compiler scheduled for one kernel. A bundle issues in one cycle at best; waits for memory come on top."""
 
     total: int  # bundles of the kernel
-    loop: int  # bundles of its main loop, the one that feeds the matrix units most, without the loops inside it
     spills: int  # vector registers stored and loaded back, anywhere
-    units: dict[str, int]  # uses of each unit in the main loop: MXU, XLU, VALU, EUP, VLOAD, VSTORE, SALU ..
+    loops: tuple[Loop, ...]  # those that feed the matrix units, the one that does so most first; of a kernel without, its longest
+
+    @property
+    def loop(self) -> int:
+        """Bundles of the main loop."""
+        return self.loops[0].bundles
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop's own code, without the loops inside it."""
+
+    bundles: int
+    waits: int  # cycles in which nothing issues: empty bundles of the schedule, which the code has folded into its neighbours
+    spills: int
+    units: dict[str, int]  # uses of each unit: MXU, XLU, VALU, EUP, VLOAD, VSTORE, SALU ..
 
 
 def static_cost(kernel: str) -> StaticCost:
     """Returns the cost of the kernel (by its `pallas_call` name) that `compile_for` compiled last."""
     names, usage = _read_usage(_dumped(kernel, "final_hlo-static-per-bundle-utilization"))
-    loops = _read_loops(_dumped(kernel, "final_bundles"))
-    spilled = sum(row[names.index(name)] for row in usage for name in ("VSTORE:SPILL", "VLOAD:FILL"))
-    totals = {loop: [sum(column) for column in zip(*(usage[at] for at in bundles), strict=True)] for loop, bundles in loops.items()}
-    main = max(totals, key=lambda loop: (totals[loop][names.index("MXU")], len(loops[loop])))
-    return StaticCost(len(usage), len(loops[main]), spilled, dict(zip(names, totals[main], strict=True)))
+    code, schedule = (_read_loops(_dumped(kernel, what)) for what in ("final_bundles", "packed-bundles-post-ra"))
+    if code.keys() != schedule.keys():
+        raise ValueError(f"{kernel} has {len(code)} loops, and its schedule {len(schedule)}: this libtpu dumps something else")
+    loops = []
+    for number, bundles in code.items():
+        units = {name: sum(usage[at][i] for at in bundles) for i, name in enumerate(names)}
+        loops.append(Loop(len(bundles), len(schedule[number]) - len(bundles), _spills(units), units))
+    loops.sort(key=lambda loop: (-loop.units["MXU"], -loop.bundles))
+    attending = tuple(loop for loop in loops if loop.units["MXU"])
+    spills = sum(_spills(dict(zip(names, row, strict=True))) for row in usage)
+    return StaticCost(len(usage), spills, attending or tuple(loops[:1]))
+
+
+def _spills(units: dict[str, int]) -> int:
+    return units["VSTORE:SPILL"] + units["VLOAD:FILL"]
 
 
 def _dumped(kernel: str, what: str) -> str:

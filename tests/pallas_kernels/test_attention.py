@@ -22,6 +22,7 @@ from paged_cases import (
     bfloat16_bits,
     call,
     cases,
+    each,
     label,
     make,
     needed_columns,
@@ -87,8 +88,9 @@ XLA_ONLY = [
 ]
 STORED, SINKS, BITS, INT8, FP8 = DECODE[0], DECODE[1], DECODE[6], DECODE[8], DECODE[9]
 CHUNK, CHUNK_BITS, CHUNK_INT8, LONG = PREFILL[0], PREFILL[2], PREFILL[4], PREFILL[7]
-ALL = [*pairs(DECODE + PREFILL), *((XLA, shape) for shape in XLA_ONLY)]
-each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS_UNDER_TEST, ids=label)
+# One of each op with f32 and 8-bit pages, a soft cap or sinks among them.
+QUICK = [DECODE[3], INT8, CHUNK, CHUNK_INT8]
+ALL = [*pairs(DECODE + PREFILL, QUICK), *((XLA, shape) for shape in XLA_ONLY)]
 
 
 @pytest.mark.parametrize(("implementation", "shape"), ALL, ids=label)
@@ -123,7 +125,7 @@ def test_every_group_and_head_size(implementation, shape, data):
         assert_close(shape, case, run(shape, case, implementation, engine=implementation == XLA))
 
 
-@each
+@each()
 def test_positions_past_int16(implementation):
     shape = Shape(K=1, G=2, H=16, P=32, M=1300, B=2)
     for window in (0, 40_000, 17):
@@ -131,7 +133,8 @@ def test_positions_past_int16(implementation):
         assert_close(shape, case, run(shape, case, implementation))
 
 
-@pytest.mark.parametrize(("implementation", "T"), list(itertools.product(IMPLEMENTATIONS_UNDER_TEST, (None, 9))), ids=label)
+@pytest.mark.parametrize("T", [None, 9])
+@each()
 def test_bits_of_bfloat16_are_bfloat16(implementation, T):
     shape = Shape(K=2, G=3, H=128, P=16, M=10, T=T, pool="bfloat16")
     case = make(shape, 0, [0, 3, 130, 160], window=50)
@@ -142,7 +145,7 @@ def test_bits_of_bfloat16_are_bfloat16(implementation, T):
 POISONED = [STORED, DECODE[2], BITS, INT8, dataclasses.replace(FP8, B=2, M=5), CHUNK, CHUNK_BITS, CHUNK_INT8, LONG]
 
 
-@pytest.mark.parametrize(("implementation", "shape"), pairs(POISONED), ids=label)
+@pytest.mark.parametrize(("implementation", "shape"), pairs(POISONED, [STORED, CHUNK_INT8]), ids=label)
 def test_what_a_row_does_not_hold_is_never_seen(implementation, shape):
     """CASES 1, 3, 4 and 6: bit for bit, NaN behind the length, behind the window, in unused pages and stale columns."""
     P, S, T, block = shape.P, shape.M * shape.P, shape.T or 1, block_tokens(shape)
@@ -169,7 +172,7 @@ def test_literal_code_is_deaf_to_poison_too(shape):
             assert same_bits([x[at] for x in clean], [x[at] for x in dirty])
 
 
-@pytest.mark.parametrize("implementation", [REFERENCE, *IMPLEMENTATIONS_UNDER_TEST], ids=label)
+@each(quick=True, reference=True)
 def test_empty_rows_are_zero_with_lse_minus_infinity(implementation):
     """CASES 2, with neighbours and without."""
     engine = implementation == XLA
@@ -184,7 +187,7 @@ def test_empty_rows_are_zero_with_lse_minus_infinity(implementation):
         assert np.isneginf(lse).all()
 
 
-@each
+@each()
 def test_a_sink_is_a_score_without_a_value(implementation):
     stored = dataclasses.replace(SINKS, own=False)
     case = make(stored, 0, [0, 1, 40, 288])
@@ -199,7 +202,7 @@ def test_a_sink_is_a_score_without_a_value(implementation):
     assert not everything.any()
 
 
-@each
+@each()
 def test_a_full_last_page_ends_the_row_though_the_next_is_reserved(implementation):
     """CASES 3: length k*P attends k*P keys; the page behind is owned, and holds tokens of someone before."""
     case = make(STORED, 0, [STORED.P, 2 * STORED.P, 5 * STORED.P, 0])
@@ -210,7 +213,7 @@ def test_a_full_last_page_ends_the_row_though_the_next_is_reserved(implementatio
     assert same_bits(run(STORED, case, implementation), run(STORED, loud, implementation))
 
 
-@each
+@each()
 def test_splits_and_blocks_of_any_size_say_the_same(implementation):
     """CASES 8."""
     for shape in (STORED, INT8):
@@ -222,7 +225,7 @@ def test_splits_and_blocks_of_any_size_say_the_same(implementation):
             np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-5)
 
 
-@each
+@each()
 def test_a_soft_cap_comes_after_the_scale(implementation):
     """CASES 9: one key of score 4, whose cap is 2 * tanh(2): lse says which came first."""
     H, P = 128, 8
@@ -236,7 +239,7 @@ def test_a_soft_cap_comes_after_the_scale(implementation):
     np.testing.assert_allclose(lse, 2 * np.tanh(2.0), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("implementation", "shape"), pairs([STORED, DECODE[2], INT8, CHUNK]), ids=label)
+@pytest.mark.parametrize(("implementation", "shape"), pairs([STORED, DECODE[2], INT8, CHUNK], [STORED]), ids=label)
 def test_a_row_does_not_feel_its_neighbours(implementation, shape):
     """Bit for bit, whatever they hold: the loop runs as far as the longest of them. A GPU splits rows by the work of all of them, so
     that the order of its sums follows the neighbours: there to float32's rounding."""
@@ -256,7 +259,11 @@ def test_a_row_does_not_feel_its_neighbours(implementation, shape):
                 elif base[name].ndim:
                     mixed[name][1] = base[name][1]
             together = run(shape, mixed, implementation, engine)
-            assert same_bits([x[1] for x in alone], [x[1] for x in together])
+            if implementation[0] == "pallas_gpu":
+                for x, y in zip(alone, together, strict=True):
+                    np.testing.assert_allclose(x[1], y[1], rtol=1e-5, atol=1e-6)
+            else:
+                assert same_bits([x[1] for x in alone], [x[1] for x in together])
 
 
 @pytest.mark.parametrize(
@@ -282,7 +289,8 @@ def test_a_token_counts_the_same_beside_the_pages_and_in_them(implementation, sh
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("implementation", "T"), list(itertools.product(IMPLEMENTATIONS_UNDER_TEST, (None, 5))), ids=label)
+@pytest.mark.parametrize("T", [None, 5])
+@each()
 def test_new_numbers_trace_nothing_anew(implementation, T):
     """CASES 10: lengths, windows, layers, scales and sinks are arrays."""
     shape, name = Shape(K=1, G=2, H=128, P=32, M=3, T=T, pool="int8", sinks=True), implementation[0]
@@ -298,7 +306,7 @@ def test_new_numbers_trace_nothing_anew(implementation, T):
     assert len(traced) == 1
 
 
-@each
+@each()
 def test_a_window_is_the_same_static_and_traced(implementation):
     shape, (name, interpret) = Shape(K=1, G=2, H=128, P=8, M=5), implementation
     case = make(shape, 0, [3, 40, 16, 0], layer=2, window=5)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pallas_kernels.block_sizes import DecodeBlocks
 from pallas_kernels.devices import DEVICES
 from pallas_kernels.gpu import triton_decode
+from pallas_kernels.gpu.splits import find_item, split_rows
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="interpret mode")
 _STATIC = ("scale", "soft_cap", "blocks")
@@ -98,7 +99,7 @@ def test_any_number_of_splits_gives_the_result_of_one():
         np.testing.assert_allclose(lse, one_lse, rtol=1e-6)
 
 
-_find_items = jax.jit(jax.vmap(triton_decode.find_item, (None, None, None, 0)))
+_find_items = jax.jit(jax.vmap(find_item, (None, None, None, 0)))
 
 
 @settings(max_examples=200, deadline=None)
@@ -111,7 +112,7 @@ _find_items = jax.jit(jax.vmap(triton_decode.find_item, (None, None, None, 0)))
 def test_the_work_list_holds_every_tile_once(spans, block, target, num_splits):
     starts, lengths = (np.asarray([f(s) for s in spans], np.int32) for f in (min, max))
     split = dict(block=block, target=target, num_splits=num_splits)
-    first, tiles, items = (np.asarray(x) for x in triton_decode.split_rows(lengths, starts, **split))
+    first, tiles, items = (np.asarray(x) for x in split_rows(lengths, starts, **split))
     total = int(items.sum())
     padded = [np.pad(x, (0, 9 - len(x))) for x in (first, tiles, items)]
     found = np.stack(_find_items(*padded, np.arange(80, dtype=np.int32)), 1).tolist()

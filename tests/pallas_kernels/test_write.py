@@ -17,6 +17,7 @@ from paged_cases import (
     LITERAL_OPTIONS,
     REFERENCE,
     as_pool,
+    each,
     label,
     quantised,
     scale_array,
@@ -62,8 +63,17 @@ POOLS = [
     Pool("float8_e4m3fn", 64, K=2, H=80, lanes=128),
     Pool("uint8", 32, K=5),
 ]
-implementations = pytest.mark.parametrize("implementation", [REFERENCE, *IMPLEMENTATIONS_UNDER_TEST], ids=label)
-pools = pytest.mark.parametrize("pool", POOLS, ids=str)
+implementations = each(reference=True)
+# What interpreted kernels run by default: a pool of floats and one with scales.
+QUICK = [POOLS[0], POOLS[4]]
+
+
+def implementations_and_pools(quick=()):
+    """Parameters of a test that runs each pool through each implementation."""
+    run_by = [REFERENCE, *IMPLEMENTATIONS_UNDER_TEST]
+    marks = lambda i, pool: pytest.mark.slow if i[1] and pool not in quick else ()
+    cases = [pytest.param(i, pool, marks=marks(i, pool)) for i in run_by for pool in POOLS]
+    return pytest.mark.parametrize(("implementation", "pool"), cases, ids=label)
 
 
 @pytest.fixture(autouse=True)
@@ -164,8 +174,7 @@ def rows(draw, pool, T):
 
 
 @pytest.mark.parametrize("T", [1, 21])
-@pools
-@implementations
+@implementations_and_pools(QUICK)
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_every_counted_token_lands_and_nothing_else_changes(implementation, pool, T, data):
@@ -175,8 +184,7 @@ def test_every_counted_token_lands_and_nothing_else_changes(implementation, pool
         assert_same_bits(write(case, implementation), written(case, pool))
 
 
-@pools
-@implementations
+@implementations_and_pools()
 def test_dropped_tokens_change_nothing_not_even_the_last_page(implementation, pool):
     """CASES 17. Also where the last page is the row's own, and where the table is full and a dropped position has no column."""
     most = M * pool.P
@@ -234,8 +242,7 @@ def test_a_long_windowed_prompt_is_stored_whole(implementation):
     np.testing.assert_allclose(everything[0], want, rtol=1e-4, atol=1e-5)
 
 
-@pools
-@implementations
+@implementations_and_pools()
 def test_layers_one_by_one_are_all_at_once(implementation, pool):
     """A call for one layer, at a traced first row, as a scan over layers makes it."""
     case = make(pool, 2, 5, [0, pool.P - 2, 2 * pool.P, 7], [5, 5, 0, 3])
@@ -248,9 +255,8 @@ def test_layers_one_by_one_are_all_at_once(implementation, pool):
     assert_same_bits(tuple(got.values()), want)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "T"), list(itertools.product([REFERENCE, *IMPLEMENTATIONS_UNDER_TEST], [1, 40])), ids=label
-)
+@pytest.mark.parametrize("T", [1, 40])
+@implementations
 def test_positions_past_int16(implementation, T):
     columns, P, num_pages = 2600, 16, 9
     rng = np.random.default_rng(0)
