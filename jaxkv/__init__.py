@@ -11,14 +11,22 @@ from jaxkv.generate import generate, warmup
 from jaxkv.loading import Model, load_model, save_checkpoint
 from jaxkv.output import Output, TextEvent, Timings, TokenLogprobs
 from jaxkv.sampling import Sampling
+from jaxkv.serving.engine import Engine, EngineConfig
+from jaxkv.serving.request import Event, Request, RequestRefused, Result, Usage
 from jaxkv.state import StaleStateError, State, check_integrity, init_state, release, truncate
 from jaxkv.steps import trace_counts
 from jaxkv.stream import Stream
 from jaxkv.verbs import decode, fork, prefill, score
 
 __all__ = [
+    "Engine",
+    "EngineConfig",
+    "Event",
     "Model",
     "Output",
+    "Request",
+    "RequestRefused",
+    "Result",
     "Sampling",
     "StaleStateError",
     "State",
@@ -26,6 +34,7 @@ __all__ = [
     "TextEvent",
     "Timings",
     "TokenLogprobs",
+    "Usage",
     "check_integrity",
     "decode",
     "fork",

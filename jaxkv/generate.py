@@ -129,7 +129,7 @@ def warmup(state: State, max_prompt_tokens: int | None = None, chunk_size: int =
         num_slots=B, rows=(), vocab_size=state.static.model.vocab_size, eos_token_ids=(), seeds=(), prompt_lengths=()
     )
     loop = start_loop(pools, own, np.ones(B, bool))
-    loop, _ = step("first_tokens", platform)(loop, buffer, options)
+    loop, _ = step("first_tokens", platform)(loop, buffer, options, np.zeros(B, bool), np.array(own.lengths))
     loop, _, _ = dispatch_steps(state, loop, options, np.zeros(B, bool), 1)
     return successor(state, loop.pools, own, none, -1)
 

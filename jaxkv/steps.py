@@ -9,6 +9,9 @@
     collect_logits   collect_logits  puts prompts' logits at their slots
     pick_rows        pick_rows       the rows of logits that a verb was asked for
     copy_rows        copy_rows       copies pages and history for forks
+    set_history      set_history     a slot's tokens, where its pages were found stored
+    read_pages       read_pages      pages of all layers, to be kept elsewhere
+    write_pages      write_pages     and back
     score            score_step      logits of every position, no cache
 
 Each counts its traces (`trace_counts`) and the time they take. Pages and history are donated, parameters never.
@@ -29,7 +32,7 @@ from jax import lax
 from jaxkv.kv import pages
 from jaxkv.kv.pages import Ownership
 from jaxkv.kv.state import default_page_size, empty_pools
-from jaxkv.kv.store import copy_pages
+from jaxkv.kv.store import copy_pages, put_pages, take_pages
 from jaxkv.model.decoder import Cache, forward, logits
 from jaxkv.model.linear import EXACT_ROWS
 from jaxkv.sample_step import Sampled, SamplingArrays, sample
@@ -162,9 +165,15 @@ def decode_many(params, loop: Loop, options: SamplingArrays, halt, num_steps, *,
     return loop, buffers
 
 
-def first_tokens(loop: Loop, prompt_logits, options: SamplingArrays):
-    """Samples every live slot's first token from its prompt's logits f32[B, V]; returns the loop and Emitted (n = 1)."""
-    loop, emitted = _emit(loop, prompt_logits, ~loop.done, options)
+def first_tokens(loop: Loop, prompt_logits, options: SamplingArrays, rows, lengths):
+    """Samples first tokens of slots that hold lengths i32[B] tokens, where `rows` bool[B], from their prompts' logits f32[B, V].
+
+    Returns:
+      the loop, in which those rows go on, and Emitted with n = 1.
+    """
+    own = dataclasses.replace(loop.own, lengths=jnp.where(rows, lengths, loop.own.lengths))
+    loop = dataclasses.replace(loop, own=own, done=loop.done & ~rows)
+    loop, emitted = _emit(loop, prompt_logits, rows, options)
     return loop, jax.tree.map(lambda a: a[None], emitted)
 
 
@@ -184,6 +193,24 @@ def copy_rows(pools: Pools, page_src, page_dst, row_src, row_dst, *, num_layers:
     copy = lambda a: copy_pages(a, page_src, page_dst, num_layers)
     scales = None if pools.kv_scales is None else copy(pools.kv_scales)
     return Pools(copy(pools.k_pages), copy(pools.v_pages), scales, history)
+
+
+def set_history(pools: Pools, row, tokens):
+    """Sets the history of slot `row` to tokens i32[S]."""
+    return dataclasses.replace(pools, history=pools.history.at[row].set(tokens))
+
+
+def read_pages(pools: Pools, chosen, *, num_layers: int):
+    """Returns (k, v, scales) of the chosen pages i32[n] in every layer: [L, n, K, P, H], and f32[L, n, 2, R, 128] of 8-bit pools."""
+    return jax.tree.map(lambda a: take_pages(a, chosen, num_layers), (pools.k_pages, pools.v_pages, pools.kv_scales))
+
+
+def write_pages(pools: Pools, chosen, k, v, scales, *, num_layers: int):
+    """Sets the chosen pages i32[n] of every layer to what `read_pages` gave; a page of C or more is dropped."""
+    k_pages, v_pages, kv_scales = jax.tree.map(
+        lambda a, new: put_pages(a, chosen, new, num_layers), (pools.k_pages, pools.v_pages, pools.kv_scales), (k, v, scales)
+    )
+    return Pools(k_pages, v_pages, kv_scales, pools.history)
 
 
 def score_step(params, tokens, counts, *, static: Static):
@@ -252,5 +279,8 @@ _STEPS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "collect_logits": (collect_logits, (), ()),
     "pick_rows": (pick_rows, (), ()),
     "copy_rows": (copy_rows, ("pools",), ("num_layers",)),
+    "set_history": (set_history, ("pools",), ()),
+    "read_pages": (read_pages, (), ("num_layers",)),
+    "write_pages": (write_pages, ("pools",), ("num_layers",)),
     "score": (score_step, (), ("static",)),
 }

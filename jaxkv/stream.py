@@ -170,7 +170,10 @@ class Stream:
         if longest == 0:
             return
         platform = plan.state.static.platform
-        self._loop, emitted = step("first_tokens", platform)(self._loop, self._logits, self._options)
+        rows = np.zeros(plan.state.num_slots, bool)
+        rows[plan.sequences[plan.limits > 0]] = True
+        lengths = np.array(plan.own_decode.lengths)
+        self._loop, emitted = step("first_tokens", platform)(self._loop, self._logits, self._options, rows, lengths)
         queue, dispatched = collections.deque([emitted]), 1
         if self._streamed:  # who waits for the first token need not wait for the decode step to compile
             yield from self._read(queue.popleft())

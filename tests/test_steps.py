@@ -201,7 +201,7 @@ def started(model, limits, sampling=None):
         shortfall=jnp.zeros((), jnp.int32),
     )
     prompt_logits = jnp.zeros((B, V)).at[:3].set(logits)
-    loop, emitted = step("first_tokens", "cpu")(loop, prompt_logits, options)
+    loop, emitted = step("first_tokens", "cpu")(loop, prompt_logits, options, ~np.asarray(loop.done), own.lengths)
     return texts, state, loop, options, emitted
 
 

@@ -6,6 +6,8 @@ Backends: `TokenizersBackend` (a `tokenizers` object: tokenizer.json, or byte-le
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -56,6 +58,15 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self._prefix, self._suffix = list(prefix), list(suffix)
         self._files = dict(files or {})
+
+    @functools.cached_property
+    def revision(self) -> str:
+        """SHA-256, as hex, of the files it was read from and of what `encode` puts around a text."""
+        digest = hashlib.sha256(repr((self._prefix, self._suffix)).encode())
+        for name in sorted(self._files):
+            content = self._files[name]()
+            digest.update(f"{name} {len(content)} ".encode() + content)
+        return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
         """Writes the files that `load` makes the same tokenizer of into an existing folder."""

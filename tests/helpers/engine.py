@@ -107,6 +107,7 @@ class FakeTokenizer:
 
     strip_first_space = False
     eos_token_ids: tuple[int, ...] = ()
+    revision = "fake"
 
     def __init__(self, spelled: dict[int, bytes] | None = None, special=()):
         self._spelled, self._special = spelled or {}, special

@@ -1,0 +1,448 @@
+"""`Engine`: many requests through one model, as they come."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jaxkv.inputs import as_rows, check_vocabulary
+from jaxkv.loading import Model
+from jaxkv.output import TextEvent
+from jaxkv.planning.plan import CapacityPlan
+from jaxkv.sampling import StopMatcher, draw_seeds, seed_key
+from jaxkv.serving.admission import Admission, Refuse
+from jaxkv.serving.disk_tier import DiskTier
+from jaxkv.serving.fingerprint import Fingerprint, digest_text
+from jaxkv.serving.host_tier import HostTier
+from jaxkv.serving.ladder import Ladder, LadderConfig
+from jaxkv.serving.metrics import Metrics
+from jaxkv.serving.page_cache import PageCache
+from jaxkv.serving.page_data import PageLayout
+from jaxkv.serving.page_states import Evicted
+from jaxkv.serving.request import Event, Request, RequestRefused, Result
+from jaxkv.serving.restore import Restores
+from jaxkv.serving.runner import ModelRunner
+from jaxkv.serving.scheduler import Scheduler
+from jaxkv.serving.sequence import Job, Sequence
+from jaxkv.serving.tiers import Tier, Tiers
+from jaxkv.state import State, init_state
+from jaxkv.stream import Track
+
+# Receipts and results kept of requests that have ended and that nobody has asked about yet.
+_KEPT_RECEIPTS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How an engine serves. Sizes of the pool are as in `jaxkv.init_state`."""
+
+    num_slots: int = 8
+    max_tokens_per_slot: int = 1024
+    page_size: int | None = None
+    num_pages: int | None = None
+    kv_dtype: str | None = None
+    implementation: str | None = None
+    interpret: bool = False
+    seed: int = 0  # of the seeds of requests that name none
+
+    prefill_tokens: int = 512  # of prompts, a step; fewer keep decoding rows at a steadier pace
+    ageing_s: float = 10.0  # waiting that makes up for one step of priority
+    plan: CapacityPlan | None = None  # None: the pool alone limits
+    ladder: LadderConfig | None = None  # what is given up under pressure; None: nothing, requests wait
+    overcommit: bool = False  # pages as sequences grow, with preemption, instead of all on admission
+
+    prefix_cache: bool = True
+    secret: bytes | None = None  # keys the cache's names; None: a random one of this process. At least 16 bytes
+    model_revision: str | None = None  # None: the digest of config and weights
+    quotas: Mapping[str, int] = dataclasses.field(default_factory=dict)  # tenant: pages it should keep at most
+    hold_ttl_s: float = 900.0
+    reusable_ttl_s: float | None = None  # None: a page is kept until its room is needed
+    host_bytes: int = 0  # of the tier in host memory; 0: none
+    host_dtype: Literal["int8"] | None = None  # "int8" halves and quarters it, at a small loss; None: as the pool
+    disk_folder: str | Path | None = None
+    disk_bytes: int = 0
+
+
+class Engine:
+    """Serves requests with continuous batching and a prefix cache. Not thread-safe: one thread calls it.
+
+    Args:
+      model: from `jaxkv.load_model`.
+      config: sizes and policies.
+      clock: seconds that never go back.
+      metrics: None: new ones, in a registry of their own.
+
+    Raises:
+      ValueError: sizes that do not fit (`jaxkv.init_state`), a plan that does not add up, a secret that is too short.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig = EngineConfig(),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: Metrics | None = None,
+    ):
+        self.config, self._model, self._clock = config, model, clock
+        self.metrics = metrics or Metrics()
+        state = init_state(
+            model,
+            config.num_slots,
+            config.max_tokens_per_slot,
+            config.page_size,
+            config.num_pages,
+            config.kv_dtype,
+            implementation=config.implementation,
+            interpret=config.interpret,
+        )
+        num_pages, page_size = state.kv.refcounts.shape[0], state.kv.page_size
+        self._kv_dtype = config.kv_dtype or state.kv.k_pages.dtype.name
+        self._layout = f"{_page_layout(state)} {state.static.platform}"
+        self._page_bytes = state.kv.nbytes // num_pages
+        self.runner = ModelRunner(state)
+        secret = config.secret if config.secret is not None else secrets.token_bytes(32)
+        self.cache = PageCache(
+            num_pages,
+            page_size,
+            secret=secret,
+            clock=clock,
+            quotas=config.quotas,
+            hold_ttl_s=config.hold_ttl_s,
+            reusable_ttl_s=config.reusable_ttl_s,
+            on_evict=self._on_evict,
+        )
+        self._tiers = self._make_tiers(secret, _page_layout(state))
+        self._restores = Restores(self._tiers, self.cache, self.runner) if self._tiers else None
+        self.admission = Admission(
+            config.plan,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_tokens_per_slot=config.max_tokens_per_slot,
+            bytes_per_page=self._page_bytes,
+            num_slots=config.num_slots,
+        )
+        self._ladder = Ladder(config.ladder, self.admission.rungs, clock) if config.ladder else None
+        self.scheduler = Scheduler(
+            self.runner,
+            self.cache,
+            self.admission,
+            self.metrics,
+            clock,
+            lambda one: one.options(model.config.vocab_size, self._eos),
+            prefill_tokens=config.prefill_tokens,
+            overcommit=config.overcommit,
+            ladder=self._ladder,
+            restores=self._restores,
+        )
+        self._eos = tuple(i for i in model.eos_token_ids if i < model.config.vocab_size)
+        self._revision = config.model_revision or model_revision(model)
+        self._key = seed_key(config.seed)
+        self._next_id, self._next_owner = 0, 0
+        self._draining = False
+        self._live: dict[int, list[Sequence]] = {}
+        self._events: dict[int, collections.deque[Event]] = {}
+        self._results: dict[int, list[Result]] = {}
+        self._receipts: collections.OrderedDict[int, dict] = collections.OrderedDict()
+        self._held: dict[int, list[int]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests (and preempted sequences) without a slot."""
+        return self.scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Slots taken."""
+        return self.scheduler.num_running
+
+    def submit(self, request: Request) -> int:
+        """Queues a request and returns its id.
+
+        Raises:
+          RequestRefused: it can never be served, or not now (`reason`); says why with the numbers. Nothing was queued.
+        """
+        try:
+            return self._submit(request)
+        except RequestRefused as refused:
+            self.metrics.rejected(refused.reason)
+            raise
+        except (ValueError, TypeError) as error:
+            self.metrics.rejected("invalid")
+            raise RequestRefused("invalid", str(error)) from error
+
+    def step(self) -> list[Event]:
+        """One step of the scheduler; returns what is new, of all requests."""
+        self._advance()
+        events = [event for waiting in self._events.values() for event in waiting]
+        self._events.clear()
+        return events
+
+    def run(self) -> dict[int, list[Result]]:
+        """Steps until nothing waits or runs; returns the results that were not collected yet, by request."""
+        while not self.scheduler.is_idle:
+            self._advance()
+            self._events.clear()
+        results, self._results = self._results, {}
+        return results
+
+    def stream(self, id: int) -> Iterator[Event]:
+        """Yields a request's events as they come, stepping the engine meanwhile; other requests' events wait.
+
+        Raises:
+          KeyError: no such request, or it ended and its events were collected.
+        """
+        if id not in self._live and id not in self._events:
+            raise KeyError(f"request {id} is not known, or its events were collected already")
+        while True:
+            waiting = self._events.get(id)
+            while waiting:
+                yield waiting.popleft()
+            if id not in self._live:
+                self._events.pop(id, None)
+                return
+            self._advance()
+
+    def collect(self, id: int) -> list[Result]:
+        """The results of a request that has ended, once.
+
+        Raises:
+          KeyError: it has not ended, is not known, or was collected already.
+        """
+        return self._results.pop(id)
+
+    def abort(self, id: int) -> None:
+        """Ends a request wherever it is, with finish_reason "abort". Ids that are not known, or have ended, are ignored."""
+        for one in self.scheduler.abort(id):
+            one.track.finish_reason = "abort"
+            self.metrics.finished("abort", self._clock() - one.arrived_at, one.prompt.size, len(one.track.tokens), 0.0)
+            self._take(one, TextEvent(one.index, -1, (), "", "abort"))
+
+    def drain(self) -> dict[int, list[Result]]:
+        """Refuses new requests, serves what was submitted, and returns as `run` does."""
+        self._draining = True
+        return self.run()
+
+    def close(self) -> None:
+        """Ends every request and waits for transfers to finish."""
+        for id in list(self._live):
+            self.abort(id)
+        if self._tiers:
+            self._tiers.close()
+
+    def reconcile(self, id: int, delivered: bool = True) -> None:
+        """Ends the hold on a request's pages: its result was delivered, or will be asked for anew.
+
+        Raises:
+          KeyError: nothing of this request is held.
+        """
+        for owner in self._held.pop(id):
+            self.cache.reconcile(owner, delivered)
+
+    def receipt(self, id: int) -> dict:
+        """What was reused for a request and why not more, as a JSON-able dict; known from its first admission on.
+
+        Raises:
+          KeyError: not admitted yet, or so long ago that it was forgotten.
+        """
+        live = self._live.get(id)
+        if live and live[0].receipt is not None:
+            return _receipt(live[0])
+        return self._receipts[id]
+
+    def publish(self, tokens, system_prompt: str | None = None, adapter: str | None = None) -> None:
+        """Makes the full pages of a prompt reusable by every tenant; the operator's decision. Runs the engine until it is done.
+
+        Raises:
+          RequestRefused: as `submit`.
+        """
+        request = Request(tokens, max_new_tokens=1, system_prompt=system_prompt, adapter=adapter)
+        id = self._submit(request, public=True)
+        for _ in self.stream(id):
+            pass
+        del self._results[id]
+
+    def revoke(self, tenant: str, acl_epoch: int | None) -> int:
+        """Forgets what is cached for a tenant under other access rules than these; returns how many pages. (Requests under a new
+        epoch match nothing older anyway.)"""
+        old = lambda fingerprint: fingerprint.tenant == tenant and fingerprint.acl_epoch != acl_epoch
+        if self._tiers:
+            self._tiers.drop_where(old)
+        return self.cache.drop(old)
+
+    def swap_weights(self, model: Model) -> None:
+        """Takes other weights of the same architecture. Nothing cached before is matched after.
+
+        Raises:
+          ValueError: another architecture, or sequences hold slots: `drain()` first.
+        """
+        if model.config != self._model.config or model.storage != self._model.storage:
+            raise ValueError("the new weights have another config or storage: make a new Engine")
+        if self.num_running:
+            raise ValueError(f"{self.num_running} sequences hold slots, computed with the old weights: run() first")
+        self._model, self._revision = model, model_revision(model)
+        self.runner.swap_params(model.params)
+        old = lambda fingerprint: fingerprint.model_revision != self._revision
+        self.cache.drop(old)
+        if self._tiers:
+            self._tiers.drop_where(old)
+        for one in (one for live in self._live.values() for one in live):
+            one.fingerprint = dataclasses.replace(one.fingerprint, model_revision=self._revision)
+
+    def warmup(self) -> None:
+        """Compiles all that can come; nothing is traced after it."""
+        if self.num_running:
+            raise ValueError(f"{self.num_running} sequences hold slots: warm up before the first step")
+        self.runner.warmup(min(self.config.prefill_tokens, self.config.max_tokens_per_slot))
+
+    # Inside
+
+    def _submit(self, request: Request, public: bool = False) -> int:
+        if self._draining:
+            raise RequestRefused("draining", "the engine is draining and takes no more requests")
+        prompt = self._prompt(request)
+        n, ladder = request.sampling.n, self._ladder
+        verdict = self.admission.check(
+            prompt.size, request.max_new_tokens, n, request.allow_truncation, ladder.level if ladder else 0
+        )
+        if isinstance(verdict, Refuse):
+            raise RequestRefused(verdict.reason, verdict.message)
+        prompt = prompt[prompt.size - verdict.prompt_tokens :]
+        seeds = [0] * n
+        if request.sampling.needs_seeds:
+            self._key, drawn = draw_seeds(self._key, n)
+            seeds = drawn.tolist()
+        now, id = self._clock(), self._next_id
+        order = now + request.priority * self.config.ageing_s
+        fingerprint = self._fingerprint(request, id, public)
+        sequences = []
+        for index in range(n):
+            track = self._track(request, prompt, index)
+            sequences.append(Sequence(self._next_owner + index, id, request, prompt, fingerprint, track, seeds[index], now, order))
+        sequences[0].options(self._model.config.vocab_size, self._eos)  # raises for options that do not fit the model
+        self._next_id, self._next_owner = id + 1, self._next_owner + n
+        self._live[id] = sequences
+        self.metrics.queued(n)
+        self.scheduler.add(Job(list(sequences), order))
+        return id
+
+    def _prompt(self, request: Request) -> np.ndarray:
+        rows = as_rows(request.tokens)
+        if len(rows) != 1 or not rows[0].size:
+            raise ValueError(f"a request has one prompt of at least one token, got {len(rows)} of {[row.size for row in rows]}")
+        check_vocabulary(self._model.config, rows)
+        return rows[0].astype(np.int32)
+
+    def _track(self, request: Request, prompt: np.ndarray, index: int) -> Track:
+        tokenizer, stop = self._model.tokenizer, request.sampling.stop_strings(0, 1)
+        if stop and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; this model has none")
+        return Track(
+            index,
+            -1,
+            request.max_new_tokens,
+            tokenizer.stream(prompt) if tokenizer else None,
+            StopMatcher(stop) if stop else None,
+            request.sampling.wants_logprobs,
+        )
+
+    def _fingerprint(self, request: Request, id: int, public: bool) -> Fingerprint:
+        tokenizer = self._model.tokenizer
+        shared = request.use_cache and self.config.prefix_cache
+        if not shared:
+            tenant: str | None = f"\0request {id}"  # nobody can name it
+        else:
+            tenant = None if public else request.tenant
+        return Fingerprint(
+            model_revision=self._revision,
+            tokenizer_revision=tokenizer.revision if tokenizer else None,
+            position_encoding=repr((self._model.config.ropes, self._model.config.layer_ropes)),
+            adapter=request.adapter,
+            system_prompt=None if request.system_prompt is None else digest_text(request.system_prompt),
+            tenant=tenant,
+            acl_epoch=None if public else request.acl_epoch,
+            kv_dtype=self._kv_dtype,
+            layout=self._layout,
+            page_size=self.cache.page_size,
+        )
+
+    def _advance(self) -> None:
+        for one, event in self.scheduler.step():
+            self._take(one, event)
+
+    def _take(self, one: Sequence, event: TextEvent) -> None:
+        ended = event.finish_reason is not None
+        usage = one.usage if ended else None
+        self._events.setdefault(one.id, collections.deque()).append(
+            Event(one.id, one.index, event.tokens, event.text, event.finish_reason, usage)
+        )
+        if not ended:
+            return
+        track = one.track
+        assert track.finish_reason is not None
+        text = None if self._model.tokenizer is None else track.text
+        tokens = np.asarray(track.tokens, np.int32)
+        logprobs = track.logprobs if track.wants_logprobs else None
+        self._results.setdefault(one.id, []).append(
+            Result(one.id, one.index, tokens, text, track.finish_reason, one.usage, logprobs)
+        )
+        if one.request.hold and event.finish_reason != "abort":
+            self._held.setdefault(one.id, []).append(one.owner)
+        if one.receipt:
+            self._receipts[one.id] = _receipt(one)
+            while len(self._receipts) > _KEPT_RECEIPTS:
+                self._receipts.popitem(last=False)
+        live = self._live[one.id]
+        live.remove(one)
+        if not live:
+            del self._live[one.id]
+            self._results[one.id].sort(key=lambda result: result.index)
+
+    def _on_evict(self, evicted: Many[Evicted]) -> None:
+        self.metrics.evicted(len(evicted))
+        if self._restores is not None:
+            self._restores.on_evict(evicted)
+
+    def _make_tiers(self, secret: bytes, layout: PageLayout) -> Tiers | None:
+        config = self.config
+        tiers: list[Tier] = []
+        if config.host_bytes:
+            tiers.append(HostTier(config.host_bytes, config.host_dtype))
+        if config.disk_folder is not None:
+            tiers.append(DiskTier(config.disk_folder, config.disk_bytes, secret))
+        return Tiers(tiers, layout) if tiers else None
+
+
+def _receipt(one: Sequence) -> dict:
+    assert one.receipt is not None
+    cached = sum(one.cached.values())
+    tiers = {"cached_tokens": dict(one.cached), "reusable_tokens": cached, "suffix_tokens": one.prompt.size - cached}
+    return one.receipt.to_json() | tiers
+
+
+def model_revision(model: Model) -> str:
+    """SHA-256 of config, storage and every weight, as hex: about a second a GB."""
+    digest = hashlib.sha256(repr((model.config, model.storage)).encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        array = np.asarray(leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _page_layout(state: State) -> PageLayout:
+    """How a page of this pool lies when it is elsewhere."""
+    L, scales = state.static.model.num_layers, state.kv.kv_scales
+    _, K, P, H = state.kv.k_pages.shape
+    scales_shape = None if scales is None else (L, 2, scales.shape[2], scales.shape[3])
+    return PageLayout((L, K, P, H), state.kv.k_pages.dtype.name, scales_shape)
