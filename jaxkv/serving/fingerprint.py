@@ -10,6 +10,7 @@ A key so names one prefix under one fingerprint. Without the server's secret nob
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import hmac
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,10 @@ class Fingerprint:
 
     def encode(self) -> bytes:
         """Returns bytes that no other fingerprint has: each part with its name, its type and their lengths."""
+        return self._encoded
+
+    @functools.cached_property
+    def _encoded(self) -> bytes:
         fields = [_FORMAT]
         for name, value in self.parts():
             kind = b"none" if value is None else type(value).__name__.encode()

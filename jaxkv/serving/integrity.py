@@ -35,7 +35,7 @@ def _check_references(states: PageStates, sequences: Mapping[int, SequencePages]
     for sequence in sequences.values():
         split = len(sequence.pages) if sequence.held_until_s is None else sequence.found
         live.update(sequence.pages[:split])
-        live.update(sequence.pins)
+        live.update(list(sequence.pins))
         holds.update(sequence.pages[split:])
     for page in range(len(states.live)):
         counted, kept = (live[page], holds[page]), (states.live[page], states.holds[page])

@@ -36,7 +36,7 @@ class StaleMatch(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The longest prefix of a prompt that the cache holds. Good until anything is evicted, dropped or held."""
+    """The longest prefix of a prompt that the cache holds. Good until one of its pages leaves or is held, or any drop."""
 
     fingerprint: Fingerprint  # whose prompt it is
     pages: tuple[int, ...]
@@ -44,6 +44,7 @@ class Match:
     keys: tuple[bytes, ...]  # of every full page of the prompt, under `fingerprint`: for tiers, `announce` and `publish`
     is_public: bool  # the pages are the operator's
     entry: Entry | None = dataclasses.field(default=None, repr=False, compare=False)  # of the last page
+    generation: int = dataclasses.field(default=0, repr=False, compare=False)  # drops before it was made
 
 
 class PageCache:
@@ -84,6 +85,7 @@ class PageCache:
         self.hold_ttl_s, self.reusable_ttl_s = hold_ttl_s, reusable_ttl_s
         self.hold_outcomes = {"delivered": 0, "undelivered": 0, "expired": 0}
         self._secret, self._clock, self._ttl_factor = secret, clock, 1.0
+        self._drops = 0
         self._states = PageStates(num_pages, page_size, policy, clock)
         self._states.on_evict = on_evict
         self._sequences: dict[int, SequencePages] = {}
@@ -164,7 +166,11 @@ class PageCache:
                     chain, is_public = public_chain, True
         pages = tuple(entry.page for entry in chain)
         entry = chain[-1] if chain else None
-        return Match(fingerprint, pages, len(pages) * self.page_size, tuple(own_keys), is_public, entry)
+        return Match(fingerprint, pages, len(pages) * self.page_size, tuple(own_keys), is_public, entry, self._drops)
+
+    def idle_pages(self, match: Match) -> int:
+        """Returns how many of a match's pages no sequence holds now: `allocate` takes these from the available ones too."""
+        return sum(self._states.is_idle(page) for page in match.pages)
 
     def _find(self, fingerprint: Fingerprint, keys: Iterable[bytes], rows: np.ndarray) -> list[Entry]:
         chain = self._states.index.find(fingerprint, keys, rows)
@@ -340,6 +346,7 @@ class PageCache:
         publish nothing any more; nor do those that run under none yet.
         """
         index = self._states.index
+        self._drops += 1
         doomed = [family for family in index.families.values() if predicate(family.fingerprint)]
         retired = [s.fingerprint is None or predicate(s.fingerprint) for s in self._sequences.values()]
         for (owner, sequence), retire in zip(self._sequences.items(), retired, strict=True):
@@ -389,9 +396,11 @@ class PageCache:
             raise ValueError(f"{fingerprint.page_size=} tokens, but the pages of this cache have {self.page_size}")
 
     def _check_match(self, match: Match, tenant: Tenant) -> None:
-        """StaleMatch unless each page of the match is what it was."""
+        """StaleMatch unless each page of the match is what it was, and no fingerprint lost its right to be found since."""
         if match.fingerprint.tenant != tenant:
             raise ValueError(f"the match is of tenant {match.fingerprint.tenant!r}, the sequence of {tenant!r}")
+        if match.generation != self._drops:
+            raise StaleMatch("entries were dropped since this match was made: match again, under what holds now")
         entry = match.entry if match.entry is not None and match.entry in self._states.index else None
         for page in reversed(match.pages):
             if entry is None or entry.page != page or self._states.is_held(page):

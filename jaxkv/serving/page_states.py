@@ -158,6 +158,10 @@ class PageStates:
         """Returns whether nobody points at this page."""
         return self.live[page] == 0 and self.holds[page] == 0
 
+    def is_shared(self, page: int) -> bool:
+        """Returns whether more than one sequence points at this page."""
+        return self.live[page] + self.holds[page] > 1
+
     def is_held(self, page: int) -> bool:
         """Returns whether only sequences on hold point at this page."""
         return self.live[page] == 0 and self.holds[page] > 0

@@ -95,12 +95,12 @@ def _enter(states: PageStates, sequence: SequencePages, fingerprint: Fingerprint
     for i, key in enumerate(keys, start):
         page, entry = sequence.pages[i], index.entries.get(key)
         if entry is None:
-            if index.of_page[page]:
-                # A public page gets an entry under this fingerprint too, if its chain is this one's, page for page:
-                # then whoever finds the page by either chain points at all pages above it in both.
-                if sequence.duplicates or sequence.pins:
-                    break
-            else:
+            known = bool(index.of_page[page])  # a public page, about to be known under this fingerprint too
+            if (known or states.is_shared(page)) and (sequence.duplicates or sequence.pins):
+                # Others point at this page and at the pages above it in this sequence, but not at the others' pages
+                # that would be above it in the index.
+                break
+            if not known:
                 states.order.published(page, now_s)
             if sequence.duplicates:
                 _pin(states, sequence)
