@@ -13,7 +13,6 @@ Every method does all it says or, when it raises or returns None, nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -21,30 +20,15 @@ import numpy as np
 
 from jaxkv.serving import integrity
 from jaxkv.serving.eviction import Policy, Tenant
-from jaxkv.serving.fingerprint import Fingerprint, as_tokens, complete_keys, iter_page_keys
+from jaxkv.serving.fingerprint import Fingerprint, as_tokens
+from jaxkv.serving.match import Match as Match
+from jaxkv.serving.match import StaleMatch as StaleMatch
+from jaxkv.serving.match import check_match, find_match
 from jaxkv.serving.page_states import Evicted, PageStates
-from jaxkv.serving.prefix_index import Entry
 from jaxkv.serving.receipt import Receipt, make_receipt
 from jaxkv.serving.sequence_pages import SequencePages, pages_of_tokens, publish
 
 Tokens = Sequence[int] | np.ndarray
-
-
-class StaleMatch(RuntimeError):
-    """A match names pages that have left the cache, or are on hold, since it was made: match again."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """The longest prefix of a prompt that the cache holds. Good until one of its pages leaves or is held, or any drop."""
-
-    fingerprint: Fingerprint  # whose prompt it is
-    pages: tuple[int, ...]
-    num_tokens: int  # in these pages; always less than the prompt's
-    keys: tuple[bytes, ...]  # of every full page of the prompt, under `fingerprint`: for tiers, `announce` and `publish`
-    is_public: bool  # the pages are the operator's
-    entry: Entry | None = dataclasses.field(default=None, repr=False, compare=False)  # of the last page
-    generation: int = dataclasses.field(default=0, repr=False, compare=False)  # drops before it was made
 
 
 class PageCache:
@@ -152,32 +136,11 @@ class PageCache:
         keys: those of an earlier match of this prompt or of its beginning: they need not be computed again.
         """
         self._check_page_size(fingerprint)
-        tokens = as_tokens(tokens)
-        limit = max(len(tokens) - 1, 0) // self.page_size
-        rows = tokens[: limit * self.page_size].reshape(limit, self.page_size)
-        own_keys = complete_keys(fingerprint.root(self._secret), tokens, self.page_size, keys or ())
-        chain, is_public = self._find(fingerprint, own_keys, rows), False
-        if public is not None:
-            _check_public(fingerprint, public)
-            if len(chain) < limit:
-                public_keys = iter_page_keys(public.root(self._secret), tokens, self.page_size)
-                public_chain = self._find(public, public_keys, rows)
-                if len(public_chain) > len(chain):
-                    chain, is_public = public_chain, True
-        pages = tuple(entry.page for entry in chain)
-        entry = chain[-1] if chain else None
-        return Match(fingerprint, pages, len(pages) * self.page_size, tuple(own_keys), is_public, entry, self._drops)
+        return find_match(self._states, self._secret, fingerprint, as_tokens(tokens), public, keys or (), self._drops)
 
     def idle_pages(self, match: Match) -> int:
         """Returns how many of a match's pages no sequence holds now: `allocate` takes these from the available ones too."""
         return sum(self._states.is_idle(page) for page in match.pages)
-
-    def _find(self, fingerprint: Fingerprint, keys: Iterable[bytes], rows: np.ndarray) -> list[Entry]:
-        chain = self._states.index.find(fingerprint, keys, rows)
-        if self._states.held:
-            held = (i for i, entry in enumerate(chain) if self._states.is_held(entry.page))
-            chain = chain[: next(held, len(chain))]
-        return chain
 
     def allocate(self, owner: int, tenant: Tenant, num_pages: int, match: Match | None = None) -> list[int] | None:
         """Returns the pages of a new sequence: those of the match and then num_pages of its own, in logical order.
@@ -191,8 +154,8 @@ class PageCache:
         _check_count(num_pages)
         found = () if match is None else match.pages
         if match is not None:
-            self._check_match(match, tenant)
-        if num_pages > states.available - sum(states.is_idle(page) for page in found):
+            check_match(self._states, match, tenant, self._drops)
+        if num_pages > states.available - (0 if match is None else self.idle_pages(match)):
             return None
         states.reference(found)
         try:
@@ -395,28 +358,7 @@ class PageCache:
         if fingerprint.page_size != self.page_size:
             raise ValueError(f"{fingerprint.page_size=} tokens, but the pages of this cache have {self.page_size}")
 
-    def _check_match(self, match: Match, tenant: Tenant) -> None:
-        """StaleMatch unless each page of the match is what it was, and no fingerprint lost its right to be found since."""
-        if match.fingerprint.tenant != tenant:
-            raise ValueError(f"the match is of tenant {match.fingerprint.tenant!r}, the sequence of {tenant!r}")
-        if match.generation != self._drops:
-            raise StaleMatch("entries were dropped since this match was made: match again, under what holds now")
-        entry = match.entry if match.entry is not None and match.entry in self._states.index else None
-        for page in reversed(match.pages):
-            if entry is None or entry.page != page or self._states.is_held(page):
-                raise StaleMatch(f"page {page} of the match was evicted, dropped or put on hold since: match again")
-            entry = entry.parent
-
 
 def _check_count(num_pages: int) -> None:
     if num_pages < 0:
         raise ValueError(f"{num_pages=} must be 0 or more")
-
-
-def _check_public(fingerprint: Fingerprint, public: Fingerprint) -> None:
-    """Whoever may read differs; what the page holds must not."""
-    if public.tenant is not None:
-        raise ValueError(f"{public.tenant=} must be None: only the operator publishes for all")
-    for name, same in fingerprint.differences(public).items():
-        if same == "different" and name not in ("tenant", "acl_epoch"):
-            raise ValueError(f"public and fingerprint differ in {name}: their pages do not hold the same")
