@@ -209,7 +209,15 @@ class PageCache:
         )
         return list(self._sequences[child].pages)
 
-    def publish(self, owner: int, fingerprint: Fingerprint, tokens: Tokens, keys: Sequence[bytes] | None = None) -> int:
+    def publish(
+        self,
+        owner: int,
+        fingerprint: Fingerprint,
+        tokens: Tokens,
+        keys: Sequence[bytes] | None = None,
+        *,
+        spare_pages: int | None = None,
+    ) -> int:
         """Makes the sequence's full pages of `tokens` findable; returns how many pages that adds to the index.
 
         A page whose key another page has stays private. To be called once the steps that fill these pages are
@@ -218,6 +226,8 @@ class PageCache:
         Args:
             tokens: the whole sequence, from its first token.
             keys: of its first pages, as far as known (`Match.keys`); the others are computed.
+            spare_pages: how many available pages this may make active. It does so where a sequence that is gone
+                published the same prefix, and this one's entries go below those pages. None: any number.
         """
         sequence = self._running(owner)
         self._check_page_size(fingerprint)
@@ -225,7 +235,7 @@ class PageCache:
         rows = pages_of_tokens(tokens, self.page_size)
         if len(rows) > len(sequence.pages):
             raise ValueError(f"the tokens fill {len(rows)} pages, {owner=} has {len(sequence.pages)}")
-        added = publish(self._states, sequence, fingerprint, rows, fingerprint.root(self._secret), keys)
+        added = publish(self._states, sequence, fingerprint, rows, fingerprint.root(self._secret), keys, spare_pages)
         self._unannounce(owner, [key for key in sequence.announced if key in self._states.index.entries])
         return added
 

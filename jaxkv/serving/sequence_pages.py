@@ -59,6 +59,7 @@ def publish(
     rows: np.ndarray,  # i32[n, P] tokens of its full pages
     root: bytes,
     keys: Sequence[bytes] | None,
+    spare_pages: int | None,
 ) -> int:
     """Enters a sequence's full pages into the index; returns how many entries that adds. O(pages new since the last call)."""
     if sequence.entry is not None and sequence.entry not in states.index:
@@ -69,7 +70,7 @@ def publish(
     if sequence.retired:
         return 0
     sequence.fingerprint = fingerprint
-    added = _enter(states, sequence, fingerprint, start, new_keys)
+    added = _enter(states, sequence, fingerprint, start, new_keys, spare_pages)
     if added:
         states.index.set_tokens([sequence.pages[i] for i in added], rows[added])
     return len(added)
@@ -88,7 +89,9 @@ def _new_keys(states: PageStates, sequence: SequencePages, rows: np.ndarray, roo
     return complete_keys(last, rows[start:].reshape(-1), rows.shape[1], keys[start:])
 
 
-def _enter(states: PageStates, sequence: SequencePages, fingerprint: Fingerprint, start: int, keys: list[bytes]) -> list[int]:
+def _enter(
+    states: PageStates, sequence: SequencePages, fingerprint: Fingerprint, start: int, keys: list[bytes], spare_pages: int | None
+) -> list[int]:
     """Adds an entry for each key from page `start` on that the index lacks; returns which pages got one."""
     index, now_s = states.index, states.clock()
     family, parent, added = index.family(fingerprint), sequence.entry, []
@@ -100,10 +103,10 @@ def _enter(states: PageStates, sequence: SequencePages, fingerprint: Fingerprint
                 # Others point at this page and at the pages above it in this sequence, but not at the others' pages
                 # that would be above it in the index.
                 break
+            if sequence.duplicates and not _pin(states, sequence, spare_pages):
+                break
             if not known:
                 states.order.published(page, now_s)
-            if sequence.duplicates:
-                _pin(states, sequence)
             entry = index.add(key, page, parent, family)
             added.append(i)
         elif entry.page != page:
@@ -113,9 +116,12 @@ def _enter(states: PageStates, sequence: SequencePages, fingerprint: Fingerprint
     return added
 
 
-def _pin(states: PageStates, sequence: SequencePages) -> None:
-    """Points at the others' pages in the chain: an entry is about to hang below them."""
+def _pin(states: PageStates, sequence: SequencePages, spare_pages: int | None) -> bool:
+    """Points at the others' pages in the chain, since an entry is about to hang below them; False: that took too many."""
     new = [page for page in sequence.duplicates if page not in sequence.pins]
+    if spare_pages is not None and sum(map(states.is_idle, new)) > spare_pages:
+        return False
     states.reference(new)
     sequence.pins.update(dict.fromkeys(new))
     sequence.duplicates.clear()
+    return True

@@ -112,7 +112,7 @@ class Model:
         for page in pages:
             self.tenant[page] = tenant
 
-    def publish(self, owner, now):
+    def publish(self, owner, now, spare=None):
         s, added, other = self.seqs[owner], 0, bool(self.seqs[owner].pins)
         if s.retired:
             return 0
@@ -124,9 +124,12 @@ class Model:
                 pointing = sum(s.pages[i] in (*o.pages, *o.pins) for o in self.seqs.values())
                 if other and (known or pointing > 1):
                     break
+                pins = [page for page in chain if page not in s.pages and page not in s.pins]
+                if spare is not None and len(self.states()[2] & set(pins)) > spare:
+                    break
                 if self.policy == "fifo" and not known:
                     self.stamp(s.pages[i], now)
-                s.pins += [page for page in chain if page not in s.pages and page not in s.pins]
+                s.pins += pins
                 self.index[key] = s.pages[i]
                 added += 1
             other |= self.index[key] != s.pages[i]
@@ -314,11 +317,13 @@ class World:
         self.handed_out(pages[shared:])
         self.write(twin, len(twin.tokens))
 
-    def publish(self, owner, keys=None):
+    def publish(self, owner, keys=None, spare=None):
         s = self.model.seqs[owner]
         published, pins = set(self.model.index.values()), len(s.pins)
-        expected = self.model.publish(owner, self.now)
-        assert self.cache.publish(owner, s.fp, np.array(s.tokens[: s.stored], np.int32), keys) == expected
+        expected, available = self.model.publish(owner, self.now, spare), self.cache.available_pages
+        tokens = np.array(s.tokens[: s.stored], np.int32)
+        assert self.cache.publish(owner, s.fp, tokens, keys, spare_pages=spare) == expected
+        assert spare is None or self.cache.available_pages >= available - spare
         self.aliases += expected - len(set(self.model.index.values()) - published)
         self.pinned += len(s.pins) - pins
 

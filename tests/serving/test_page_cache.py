@@ -153,6 +153,16 @@ def test_twins_publish_once_and_continue_each():
     assert cache.evict(64) == 4 and cache.free_pages == 63
 
 
+def test_publishing_takes_no_more_pages_than_it_may():
+    cache, long = Cache(), np.concatenate([text(8), text(8, seed=1)])
+    twin, _ = cache.run(long, publish=False, release=False)
+    cache.run(text(8))  # gone by now: its two pages are reusable
+    before = cache.available_pages
+    assert cache.publish(twin, A, long, spare_pages=1) == 0 and cache.available_pages == before
+    assert cache.publish(twin, A, long, spare_pages=2) == 2 and cache.available_pages == before - 2
+    cache.check()
+
+
 def test_restored_pages_continue_a_chain():
     cache = Cache()
     cache.run(text(9))

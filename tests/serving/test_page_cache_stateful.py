@@ -60,9 +60,9 @@ class CacheMachine(RuleBasedStateMachine):
     def fork(self, number, spare):
         self.world.fork(self.pick(number), spare)
 
-    @rule(number=PICK)
-    def publish(self, number):
-        self.world.publish(self.pick(number))
+    @rule(number=PICK, spare=st.none() | st.integers(0, 3))
+    def publish(self, number, spare):
+        self.world.publish(self.pick(number), spare=spare)
 
     @rule(number=PICK, publish=st.booleans(), hold=st.booleans())
     def finish_or_abort(self, number, publish, hold):
@@ -150,7 +150,8 @@ def one_operation(world, rng):
         always |= {
             lambda: world.prefill(owner, rng.randrange(1, 8)): 20,
             lambda: world.append(owner, rng.randrange(2)): 20,
-            lambda: world.publish(owner): 20,
+            lambda: world.publish(owner): 15,
+            lambda: world.publish(owner, spare=rng.randrange(3)): 5,
             lambda: world.finish(owner): 8,
             lambda: world.finish(owner, publish=False): 3,
             lambda: world.finish(owner, hold=True): 2,
