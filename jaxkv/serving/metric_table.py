@@ -57,7 +57,7 @@ def _histogram(name: str, unit: str, meaning: str, bounds: tuple[float, ...]) ->
 
 
 METRICS = (
-    _gauge("num_requests_running", "requests", "admitted and not finished"),
+    _gauge("num_requests_running", "requests", "that hold a row of the batch"),
     _gauge("num_requests_waiting", "requests", "in the queue, preempted ones included"),
     _gauge("kv_cache_usage_perc", "share, 0 to 1", "active and held pages of all usable pages"),
     _gauge("kv_cache_pages", "pages", "pages in each state; held: a result's delivery is unknown", "state", PAGE_STATES),
