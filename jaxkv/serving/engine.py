@@ -175,10 +175,10 @@ class Engine:
         try:
             return self._submit(request)
         except RequestRefused as refused:
-            self.metrics.rejected(refused.reason)
+            self.metrics.rejected(refused.reason, request.sampling.n)
             raise
         except (ValueError, TypeError) as error:
-            self.metrics.rejected("invalid")
+            self.metrics.rejected("invalid", request.sampling.n)
             raise RequestRefused("invalid", str(error)) from error
 
     def step(self) -> list[Event]:
@@ -223,9 +223,11 @@ class Engine:
 
     def abort(self, id: int) -> None:
         """Ends a request wherever it is, with finish_reason "abort". Ids that are not known, or have ended, are ignored."""
+        now = self._clock()
         for one in self.scheduler.abort(id):
             one.track.finish_reason = "abort"
-            self.metrics.finished("abort", self._clock() - one.arrived_at, one.prompt.size, len(one.track.tokens), 0.0)
+            decode_s = now - one.first_token_at if one.first_token_at is not None else 0.0
+            self.metrics.finished("abort", now - one.arrived_at, one.prompt.size, len(one.track.tokens), decode_s)
             self._take(one, TextEvent(one.index, -1, (), "", "abort"))
 
     def drain(self) -> dict[int, list[Result]]:
@@ -241,13 +243,14 @@ class Engine:
             self._tiers.close()
 
     def reconcile(self, id: int, delivered: bool = True) -> None:
-        """Ends the hold on a request's pages: its result was delivered, or will be asked for anew.
+        """Ends the hold on a request's pages: its result was delivered, or will be asked for anew. Of one that ran out: nothing.
 
         Raises:
-          KeyError: nothing of this request is held.
+          KeyError: nothing of this request was held, or it was reconciled already.
         """
         for owner in self._held.pop(id):
-            self.cache.reconcile(owner, delivered)
+            if self.cache.is_held(owner):
+                self.cache.reconcile(owner, delivered)
 
     def receipt(self, id: int) -> dict:
         """What was reused for a request and why not more, as a JSON-able dict; known from its first admission on.

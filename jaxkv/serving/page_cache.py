@@ -273,6 +273,11 @@ class PageCache:
         sequence.held_until_s = self._clock() + self.hold_ttl_s
         heapq.heappush(self._deadlines, (sequence.held_until_s, owner))
 
+    def is_held(self, owner: int) -> bool:
+        """Returns whether a hold on this sequence's pages has neither ended nor run out."""
+        sequence = self._sequences.get(owner)
+        return sequence is not None and sequence.held_until_s is not None
+
     def reconcile(self, owner: int, delivered: bool) -> None:
         """Ends a hold: the result arrived, or the caller gave it up. Either way its pages are as after a release."""
         if self._sequence(owner).held_until_s is None:

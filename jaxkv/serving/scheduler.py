@@ -240,7 +240,7 @@ class Scheduler:
             assert sequence.goal is not None
             if sequence.started_at is None:
                 self._count(sequence)
-            stop = sequence.stored + min(sequence.goal.size - sequence.stored, budget, CHUNK_TOKENS)
+            stop = sequence.stored + min(sequence.goal.size - sequence.stored, budget)
             samplers: tuple[int, ...] = ()
             if stop == sequence.goal.size:
                 ended.append(sequence)
@@ -310,7 +310,7 @@ class Scheduler:
                     self._metrics.first_token(now - one.arrived_at)
                     self._publish(one, one.prompt)
                     self._blocked = None
-            else:
+            elif event.tokens:
                 gaps.append(now - one.last_token_at)
             one.last_token_at = now
             self._events.append((one, event))
@@ -406,7 +406,7 @@ class Scheduler:
         cache, P = self._cache, self._cache.page_size
         if self._ladder is not None:
             usable = cache.num_pages - 1
-            self._ladder.update((cache.active_pages + cache.held_pages) / usable)
+            self._ladder.update((cache.active_pages + cache.held_pages + self._promised) / usable)
             cache.reusable_ttl_s = None if self._ttl_s is None else self._ttl_s * self._ladder.rung.ttl_factor
         running = self.running()
         # Shared pages are full, so what is unused lies in pages of one holder: each physical page counts once.
@@ -414,7 +414,7 @@ class Scheduler:
         unused = sum(len(one.pages) * P - one.stored for one in self._decoding.values())
         self._metrics.gauges(
             running=len(running),
-            waiting=len(self._queue),
+            waiting=self._queue.num_sequences,
             free_pages=cache.free_pages,
             active_pages=cache.active_pages,
             reusable_pages=cache.reusable_pages,

@@ -1,11 +1,12 @@
-"""A device that only takes time: the scheduler's runner for planning and for tests of its own speed.
+"""A device and tiers that only take time: what the scheduler drives for planning, and for tests of its own speed.
 
 Every dispatch takes what a cost model says on a device that does one thing after another; the clock stands still unless somebody
-waits. Tokens are all 1, and nobody stops before the limit.
+waits. Tokens are all 1, and nobody stops before the limit. A tier is a list of names, with a capacity and a bandwidth.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,10 @@ import numpy as np
 
 from jaxkv.sample_step import Sampled
 from jaxkv.serving.page_data import PageData
+from jaxkv.serving.page_states import Evicted
+from jaxkv.serving.restore import Restores
 from jaxkv.serving.runner import Part
+from jaxkv.serving.tiers import Run
 from jaxkv.steps import Emitted
 
 
@@ -115,3 +119,86 @@ class SimulatedRunner:
         seconds += self._costs.s_per_dispatch
         self.busy_s += seconds
         self._free_at_s = max(self._free_at_s, self._clock()) + seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedTier:
+    """How much a tier holds, and how fast it gives pages back."""
+
+    name: str
+    capacity_pages: int
+    bytes_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    nbytes: int  # of a page
+
+
+class _Load:
+    """Pages that will have arrived at a time."""
+
+    def __init__(self, clock: SimulatedClock, at_s: float, count: int):
+        self._clock, self.at_s, self._count = clock, at_s, count
+
+    def done(self) -> bool:
+        return self._clock() >= self.at_s
+
+    def result(self) -> list[None]:
+        return [None] * self._count
+
+
+class SimulatedTiers:
+    """`jaxkv.serving.tiers.Tiers` without pages."""
+
+    def __init__(self, tiers: Sequence[SimulatedTier], page_bytes: int, clock: SimulatedClock):
+        self.layout = _Layout(page_bytes)
+        self._clock = clock
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._keys: dict[str, collections.OrderedDict[bytes, None]] = {tier.name: collections.OrderedDict() for tier in tiers}
+        self._free_at_s = dict.fromkeys(self._tiers, 0.0)
+        self.loaded_pages = dict.fromkeys(self._tiers, 0)
+
+    def how_many(self, keys: Sequence[bytes]) -> Run:
+        runs = [
+            Run(name, next((i for i, key in enumerate(keys) if key not in held), len(keys))) for name, held in self._keys.items()
+        ]
+        best = max(runs, key=lambda run: run.num_pages)
+        return best if best.num_pages else Run(None, 0)
+
+    def worth_restoring(self, num_tokens: int, nbytes: int, recompute_s_per_token: float, tier: str) -> bool:
+        return self._seconds(nbytes, tier) < num_tokens * recompute_s_per_token
+
+    def load_async(self, keys: Sequence[bytes], fingerprint, tokens, tier: str) -> _Load:
+        for key in reversed(keys):
+            self._keys[tier].move_to_end(key)
+        self._free_at_s[tier] = self._clock() + self._seconds(len(keys) * self.layout.nbytes, tier)
+        self.loaded_pages[tier] += len(keys)
+        return _Load(self._clock, self._free_at_s[tier], len(keys))
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        """Takes pages, the least recently used ones leave."""
+        for name, held in self._keys.items():
+            for key in keys:
+                held[key] = None
+                held.move_to_end(key)
+            while len(held) > self._tiers[name].capacity_pages:
+                held.popitem(last=False)
+
+    def bytes_per_s(self) -> dict[str, dict[str, float]]:
+        return {name: {"load": tier.bytes_per_s, "store": tier.bytes_per_s} for name, tier in self._tiers.items()}
+
+    def _seconds(self, nbytes: int, tier: str) -> float:
+        """Until so many bytes have come, behind those that are on their way."""
+        return max(self._free_at_s[tier] - self._clock(), 0.0) + nbytes / self._tiers[tier].bytes_per_s
+
+
+class SimulatedRestores(Restores):
+    """Restores over simulated tiers."""
+
+    def wait(self) -> None:
+        loads: list[Any] = [load.future for load in self._loads.values()]
+        self._tiers._clock.advance_to(min(load.at_s for load in loads))  # type: ignore[attr-defined]
+
+    def _store(self, pages: list[Evicted]) -> None:
+        self._tiers.store([one.key for one in pages])  # type: ignore[attr-defined]

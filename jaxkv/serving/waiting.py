@@ -20,6 +20,7 @@ class WaitingQueue:
         self._heap: list[tuple[float, int, Job]] = []
         self._ids: dict[int, list[Job]] = {}  # a request that was preempted may wait in several jobs
         self._count, self._tie = 0, itertools.count()
+        self.num_sequences = 0  # samples of one request count each
 
     def __len__(self) -> int:
         return self._count
@@ -29,6 +30,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (job.order, next(self._tie), job))
         self._ids.setdefault(job.first.id, []).append(job)
         self._count += 1
+        self.num_sequences += len(job.sequences)
 
     def in_order(self, most: int) -> Iterator[Job]:
         """The first `most` jobs in order. They stay; the one yielded last may be removed before the next is asked for."""
@@ -51,6 +53,7 @@ class WaitingQueue:
         if not jobs:
             del self._ids[job.first.id]
         self._count -= 1
+        self.num_sequences -= len(job.sequences)
 
     def of_request(self, id: int) -> list[Job]:
         """The waiting jobs of a request."""

@@ -1,0 +1,214 @@
+"""The scheduler over a simulated device: its own speed, and that nobody starves, whatever comes."""
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.sampling import Sampling
+from jaxkv.serving.admission import Admission
+from jaxkv.serving.fingerprint import Fingerprint
+from jaxkv.serving.metrics import Metrics
+from jaxkv.serving.page_cache import PageCache
+from jaxkv.serving.request import Request
+from jaxkv.serving.scheduler import Scheduler
+from jaxkv.serving.sequence import Job, Sequence
+from jaxkv.serving.simulate import (
+    CostModel,
+    SimulatedClock,
+    SimulatedRestores,
+    SimulatedRunner,
+    SimulatedTier,
+    SimulatedTiers,
+)
+from jaxkv.stream import Track
+
+P = 16
+FINGERPRINT = Fingerprint(
+    model_revision="m", tokenizer_revision=None, position_encoding=None, adapter=None, system_prompt=None, tenant="a",
+    acl_epoch=None, kv_dtype="float32", layout="", page_size=P,
+)  # fmt: skip
+
+
+class World:
+    """A scheduler with all that it needs."""
+
+    def __init__(self, num_slots=8, num_pages=300, costs=None, tiers=(), **options):
+        self.clock = SimulatedClock()
+        self.runner = SimulatedRunner(num_slots, self.clock, costs or CostModel())
+        self.metrics = Metrics()
+        self.restores = None
+        on_evict = lambda evicted: self.restores.on_evict(evicted) if self.restores else None
+        self.cache = PageCache(num_pages, P, secret=b"secret", clock=self.clock, on_evict=on_evict)
+        if tiers:
+            self.tiers = SimulatedTiers(tiers, P * 1000, self.clock)
+            self.restores = SimulatedRestores(self.tiers, self.cache, self.runner)
+        admission = Admission(
+            None, num_pages=num_pages, page_size=P, max_tokens_per_slot=4096, bytes_per_page=1000, num_slots=num_slots
+        )
+        self.scheduler = Scheduler(
+            self.runner, self.cache, admission, self.metrics, self.clock, lambda one: one.track.limit - len(one.track.tokens),
+            restores=self.restores, **options,
+        )  # fmt: skip
+        self._next = 0
+
+    def add(self, tokens, new, priority=0, n=1, tenant="a"):
+        id, now = self._next, self.clock()
+        self._next += n
+        request = Request((), new, Sampling(n=n), priority=priority, tenant=tenant)
+        order = now + 10.0 * priority
+        fingerprint = dataclasses.replace(FINGERPRINT, tenant=tenant)
+        tokens = np.asarray(tokens, np.int32)
+        self.metrics.queued(n)
+        sequences = [
+            Sequence(id + i, id, request, tokens, fingerprint, Track(i, -1, new, None, None, False), 0, now, order)
+            for i in range(n)
+        ]
+        self.scheduler.add(Job(list(sequences), order))
+        return sequences
+
+    def run(self, most_steps=100_000, audit=True):
+        for _ in range(most_steps):
+            if self.scheduler.is_idle:
+                return
+            self.scheduler.step()
+            if audit:
+                self.cache.check()
+        raise AssertionError(
+            f"not done after {most_steps} steps: {self.scheduler.num_running} run, {self.scheduler.num_waiting} wait"
+        )
+
+
+def random_tokens(rng, low, high):
+    return rng.integers(0, 50_000, int(rng.integers(low, high)))
+
+
+def step_ms(waiting: int) -> float:
+    """Median host time of a step at 64 rows in steady state, with so many waiting."""
+    rng = np.random.default_rng(0)
+    world = World(num_slots=64, num_pages=20_000)
+    for _ in range(64 + waiting):
+        world.add(random_tokens(rng, 20, 600), int(rng.integers(200, 300)))
+    for _ in range(100):
+        world.scheduler.step()
+    times = []
+    for _ in range(60):
+        started = time.process_time()
+        world.scheduler.step()
+        times.append(time.process_time() - started)
+    assert world.scheduler.num_running >= 63
+    return float(np.median(times)) * 1e3
+
+
+def test_host_work_is_short_and_does_not_depend_on_who_waits():
+    few, many = (min(step_ms(waiting) for _ in range(3)) for waiting in (10, 10_000))
+    assert few < 0.5
+    assert many < 0.5
+    assert many < 1.2 * few + 0.02
+
+
+def test_pages_are_used():
+    """Requests reserve all they can need, but take pages as they grow: over 96 % of the slots they hold are used."""
+    rng = np.random.default_rng(1)
+    world = World(num_slots=32, num_pages=3000)
+    for _ in range(200):
+        world.add(random_tokens(rng, 100, 500), int(rng.integers(50, 150)))  # 400 tokens in the mean
+    world.run(audit=False)
+    assert world.metrics.summary()["block_fragmentation"] < 0.04
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 60), st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=25),
+    st.integers(20, 60),
+    st.integers(3, 6),
+    st.booleans(),
+    st.sampled_from([8, 100, 512]),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_everything_ends_and_every_page_returns(requests, pages, slots, overcommit, budget, tiered, random):
+    tiers = (SimulatedTier("host", 30, 1e9),) if tiered else ()
+    world = World(slots, pages, tiers=tiers, overcommit=overcommit, prefill_tokens=budget)
+    sequences = []
+    for prompt, new, priority, n in requests:
+        total = -(-(prompt + new) // P)
+        if prompt // P + n * (total - prompt // P) > pages - 1:
+            continue
+        shared = random.choice([0, 0, 48, 96])
+        tokens = [7] * min(shared, prompt) + [random.randrange(1000) for _ in range(max(prompt - shared, 0))]
+        sequences += world.add(tokens, new, priority, n)
+        for _ in range(random.randrange(4)):
+            world.scheduler.step()
+            world.cache.check()
+    world.run(20_000)
+    assert all(one.track.finish_reason == "length" and len(one.track.tokens) == one.track.limit for one in sequences)
+    assert (world.cache.active_pages, world.scheduler._promised) == (0, 0)
+    summary = world.metrics.summary()
+    assert summary["request_success"]["length"] == summary["requests_received"] == len(sequences)
+    if not overcommit:
+        assert sum(summary["num_preemptions"].values()) == 0
+
+
+def test_the_oldest_is_never_preempted_and_goes_on():
+    """Each holds half of what the other needs: the younger one gives way."""
+    world = World(num_slots=2, num_pages=21, overcommit=True)
+    old, young = world.add([1] * 100, 200)[0], world.add([2] * 100, 200)[0]
+    ends = []
+    while not world.scheduler.is_idle:
+        ends += [one.id for one, event in world.scheduler.step() if event.finish_reason]
+        assert old.row >= 0 or old.finished
+    assert ends == [old.id, young.id]
+    assert sum(world.metrics.summary()["num_preemptions"].values()) > 0
+
+
+def test_a_follower_waits_for_the_pages_another_is_computing():
+    world = World(prefill_tokens=32)
+    first, second = world.add([5] * 100, 4)[0], world.add([5] * 100, 4)[0]
+    other = world.add([6] * 10, 4)[0]
+    world.scheduler.step()
+    assert (first.row >= 0, second.row, other.row >= 0) == (True, -1, True)  # who does not need them goes first
+    world.run()
+    assert second.cached == {"device": 96}
+    assert world.runner.prefill_tokens == 100 + 4 + 10
+
+
+def test_an_aborted_leader_does_not_hold_its_followers_back():
+    world = World(prefill_tokens=32)
+    leader, follower = world.add([5] * 100, 4)[0], world.add([5] * 100, 4)[0]
+    world.scheduler.step()
+    leader.track.finish_reason = "abort"
+    world.scheduler.abort(leader.id)
+    world.run()
+    assert follower.track.finish_reason == "length"
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e12, 1e3])
+def test_pages_come_back_only_where_that_is_faster(bytes_per_s):
+    world = World(num_slots=1, num_pages=14, tiers=(SimulatedTier("host", 100, bytes_per_s),))
+    for tokens in ([1] * 150, [2] * 150, [1] * 150):
+        last = world.add(tokens, 4)[0]
+        world.run()
+    assert last.cached.get("host", 0) == (96 if bytes_per_s == 1e12 else 0)
+    assert last.cached["device"] == 48  # the end of the chain went first
+
+
+def test_decoding_rows_keep_their_pace_beside_long_prompts():
+    """A step takes at most prefill_tokens of prompts, so a token never waits for more than those and one decode step."""
+    costs = CostModel()
+    world = World(num_slots=4, num_pages=2000, prefill_tokens=256, costs=costs)
+    row = world.add([1] * 20, 200)[0]
+    for i in range(3):
+        world.add([i + 2] * 4000, 4)
+    gaps, last = [], None
+    while not row.finished:
+        for one, _ in world.scheduler.step():
+            if one is row:
+                if last is not None:
+                    gaps.append(world.clock() - last)
+                last = world.clock()
+    step = 256 * costs.s_per_prefill_token + costs.s_per_decode_step + 13_000 * costs.s_per_cached_token
+    assert max(gaps) <= 2 * step
