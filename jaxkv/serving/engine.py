@@ -110,6 +110,7 @@ class Engine:
         self._kv_dtype = config.kv_dtype or state.kv.k_pages.dtype.name
         self._layout = f"{_page_layout(state)} {state.static.platform}"
         self._page_bytes = state.kv.nbytes // num_pages
+        self._windows = collections.Counter(model.config.layer_windows)
         self.runner = ModelRunner(state)
         secret = config.secret if config.secret is not None else secrets.token_bytes(32)
         self.cache = PageCache(
@@ -144,6 +145,7 @@ class Engine:
             overcommit=config.overcommit,
             ladder=self._ladder,
             restores=self._restores,
+            kv_bytes=self._kv_bytes,
         )
         self._eos = tuple(i for i in model.eos_token_ids if i < model.config.vocab_size)
         self._revision = config.model_revision or model_revision(model)
@@ -410,6 +412,11 @@ class Engine:
         if not live:
             del self._live[one.id]
             self._results[one.id].sort(key=lambda result: result.index)
+
+    def _kv_bytes(self, stored: int) -> int:
+        """Bytes of keys and values that a decode step reads for a row: a layer with a window reads no more than that."""
+        of_layer = self._page_bytes // (self.cache.page_size * self._model.config.num_layers)
+        return of_layer * sum(count * (min(stored, window) if window else stored) for window, count in self._windows.items())
 
     def _on_evict(self, evicted: Many[Evicted]) -> None:
         self.metrics.evicted(len(evicted))

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.serving.page_cache import Match, PageCache
+from jaxkv.serving.match import Match
+from jaxkv.serving.page_cache import PageCache
 from jaxkv.serving.page_data import KEY_BYTES, PageData, PageRecord
 from jaxkv.serving.page_states import Evicted
 from jaxkv.serving.runner import Runner
@@ -81,8 +82,12 @@ class Restores:
         """Whether a sequence's pages are on their way."""
         return one.owner in self._loads
 
-    def finish(self) -> None:
-        """Writes what has arrived to its pages; a load that brought nothing leaves its sequence to compute."""
+    def finish(self, promised_pages: int) -> None:
+        """Writes what has arrived to its pages; a load that brought nothing leaves its sequence to compute.
+
+        Args:
+          promised_pages: must stay available.
+        """
         for load in [load for load in self._loads.values() if load.future.done()]:
             one, data, P = load.sequence, load.future.result(), self._cache.page_size
             del self._loads[one.owner]
@@ -92,7 +97,8 @@ class Restores:
             one.stored += len(data) * P
             assert one.goal is not None
             self._runner.seat(one.row, one.pages, None, one.goal[: one.stored])
-            self._cache.publish(one.owner, one.fingerprint, one.goal[: one.stored])
+            spare = self._cache.available_pages - promised_pages
+            self._cache.publish(one.owner, one.fingerprint, one.goal[: one.stored], spare_pages=spare)
             if one.started_at is None:
                 one.cached[load.tier] = len(data) * P
 

@@ -27,8 +27,9 @@ from jaxkv.kv.pages import num_pages_needed
 from jaxkv.output import TextEvent
 from jaxkv.serving.admission import Admission
 from jaxkv.serving.ladder import Ladder
+from jaxkv.serving.match import Match
 from jaxkv.serving.metrics import Metrics
-from jaxkv.serving.page_cache import Match, PageCache
+from jaxkv.serving.page_cache import PageCache
 from jaxkv.serving.runner import Part, Runner
 from jaxkv.serving.sequence import Job, Sequence
 from jaxkv.serving.waiting import WaitingQueue
@@ -48,6 +49,7 @@ class _Ticket:
     holders: list[tuple[int, Sequence]]
     dispatched_at: float
     prompt_tokens: int = 0  # stored by the dispatches since the ticket before
+    kv_bytes: int = 0  # of keys and values that a decode step reads
 
 
 class Scheduler:
@@ -57,6 +59,7 @@ class Scheduler:
       options: what the runner's `seat` takes of a sequence.
       prefill_tokens: prompt tokens a step stores at most.
       overcommit: pages are taken as sequences grow, and the youngest gives way when there are none; False: all on admission.
+      kv_bytes: that a decode step reads for a row of so many stored tokens.
       restores: what brings pages back from other tiers, and takes evicted ones there; None: nothing does.
     """
 
@@ -73,11 +76,12 @@ class Scheduler:
         overcommit: bool = False,
         ladder: Ladder | None = None,
         restores: Restores | None = None,
+        kv_bytes: Callable[[int], int] = lambda stored: 0,
     ):
         self._runner, self._cache, self._admission, self._metrics, self._clock = runner, cache, admission, metrics, clock
         self._options = options
         self._prefill_tokens, self._overcommit = prefill_tokens, overcommit
-        self._ladder, self._restores = ladder, restores
+        self._ladder, self._restores, self._kv_bytes = ladder, restores, kv_bytes
         self._queue = WaitingQueue()
         self._free_rows = list(range(runner.num_slots - 1, -1, -1))
         self._prefilling: list[Sequence] = []  # in the order of admission
@@ -89,6 +93,7 @@ class Scheduler:
         self._ttl_s = cache.reusable_ttl_s
         self._promised = 0  # pages reserved for those that run, beside those that they hold already
         self._prompt_tokens = 0  # stored since the last ticket
+        self._read_at = 0.0  # when the last ticket was read
         self.recompute_s_per_token = 0.0  # measured, of prefill
 
     @property
@@ -120,7 +125,7 @@ class Scheduler:
         """One turn; returns what became known of sequences, in order."""
         self._cache.tick()
         if self._restores is not None:
-            self._restores.finish()
+            self._restores.finish(self._promised)
         self._start_waiting()
         dispatched = self._prefill()
         dispatched = self._decode() or dispatched
@@ -173,7 +178,7 @@ class Scheduler:
         if n > len(self._free_rows):
             return False
         goal = first.history
-        match = self._match(first, goal)
+        match = self._match(job, goal)
         ahead = len(match.pages)
         if (ahead + 1) * P < goal.size and cache.is_announced(match.keys[ahead]) is not None:
             return True
@@ -193,10 +198,12 @@ class Scheduler:
         self._admit(job, goal, match)
         return True
 
-    def _match(self, first: Sequence, goal: np.ndarray) -> Match:
-        fingerprint = first.fingerprint
-        public = dataclasses.replace(fingerprint, tenant=None, acl_epoch=None) if first.request.use_cache else None
-        return self._cache.match(fingerprint, goal, public=public)
+    def _match(self, job: Job, goal: np.ndarray) -> Match:
+        fingerprint = job.first.fingerprint
+        public = dataclasses.replace(fingerprint, tenant=None, acl_epoch=None) if job.first.request.use_cache else None
+        known = job.match.keys if job.match is not None and job.match.fingerprint == fingerprint else None
+        job.match = self._cache.match(fingerprint, goal, public=public, keys=known)
+        return job.match
 
     def _admit(self, job: Job, goal: np.ndarray, match: Match) -> None:
         first = job.first
@@ -283,10 +290,11 @@ class Scheduler:
         if not holders:
             return False
         result = self._runner.decode()
+        read = sum(self._kv_bytes(one.stored) for _, one in holders)
         for _, one in holders:
             one.dispatched += 1
             one.stored += 1
-        self._tickets.append(_Ticket(result, holders, self._clock(), self._prompt_tokens))
+        self._tickets.append(_Ticket(result, holders, self._clock(), self._prompt_tokens, read))
         self._prompt_tokens = 0
         return True
 
@@ -317,8 +325,12 @@ class Scheduler:
             if event.finish_reason is not None:
                 self._finish(one, now)
         self._metrics.tokens(count, gaps)
+        seconds = now - max(ticket.dispatched_at, self._read_at)
+        self._read_at = now
         if ticket.prompt_tokens:
-            self._measure((now - ticket.dispatched_at) / ticket.prompt_tokens)
+            self._measure(seconds / ticket.prompt_tokens)
+        elif ticket.kv_bytes:
+            self._metrics.kv_read(ticket.kv_bytes, seconds)
 
     def _measure(self, s_per_token: float) -> None:
         """A moving average, in which a compile or a pause of the machine fades."""
@@ -336,7 +348,8 @@ class Scheduler:
 
     def _publish(self, one: Sequence, tokens: np.ndarray) -> None:
         if one.request.use_cache:
-            self._cache.publish(one.owner, one.fingerprint, tokens)
+            # Publishing may point at pages that were reusable; those promised to others must stay available.
+            self._cache.publish(one.owner, one.fingerprint, tokens, spare_pages=self._cache.available_pages - self._promised)
 
     def _leave(self, one: Sequence) -> None:
         """Takes a sequence off its row. Steps in flight may still write to its pages: whoever gets those writes after them."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv.sampling import SamplingArrays
 from jaxkv.serving.fingerprint import Fingerprint
+from jaxkv.serving.match import Match
 from jaxkv.serving.receipt import Receipt
 from jaxkv.serving.request import Request, Usage
 from jaxkv.stream import Track
@@ -88,6 +89,7 @@ class Job:
 
     sequences: list[Sequence]
     order: float  # lower goes first: seconds of the clock, its arrival moved by its priority
+    match: Match | None = None  # when it was last looked up; its keys hold as long as the fingerprint
 
     @property
     def first(self) -> Sequence:

@@ -1,6 +1,6 @@
 """Any history of operations on a `PageCache` against a naive model (helpers/cache_world.py), audited after each.
 
-JAXKV_CACHE_OPERATIONS=3000000 runs the seeded driver for longer than the 100,000 operations it does by default.
+JAXKV_CACHE_OPERATIONS=3000000 runs the seeded driver for longer than the 100,000 operations that it does in CI (-m slow).
 """
 
 import os
@@ -122,7 +122,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = hypothesis.settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 
 
@@ -168,12 +168,19 @@ def one_operation(world, rng):
     rng.choices(list(always), list(always.values()))[0]()
 
 
-@pytest.mark.parametrize(("policy", "share"), [("lru", 0.7), ("fifo", 0.3)])
-def test_many_operations(policy, share):
+@pytest.mark.parametrize(
+    ("policy", "operations"),
+    [
+        ("lru", 5_000),
+        pytest.param("lru", int(0.7 * OPERATIONS), marks=pytest.mark.slow),
+        pytest.param("fifo", int(0.3 * OPERATIONS), marks=pytest.mark.slow),
+    ],
+)
+def test_many_operations(policy, operations):
     """Counts, states, references and the cache's own audit after every operation; contents after every eighth."""
     rng = random.Random(policy)
     world = World(policy)
-    for i in range(int(OPERATIONS * share)):
+    for i in range(operations):
         one_operation(world, rng)
         world.audit(full=i % FULL_AUDIT_EVERY == 0)
     while world.model.seqs:
