@@ -29,10 +29,14 @@ def start(script: str, *args: str, cache: Path, **options) -> subprocess.Popen:
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, text=True, encoding="utf-8", **options)
 
 
-def run(script: str, *args: str, cache: Path, stdin: str = "") -> tuple[int, str, str]:
+def run(script: str, *args: str, cache: Path, stdin: str = "", timeout: float = 120) -> tuple[int, str, str]:
     """(exit status, stdout, stderr)."""
-    process = start(script, *args, cache=cache)
-    out, err = process.communicate(stdin, timeout=120)
+    with start(script, *args, cache=cache) as process:
+        try:
+            out, err = process.communicate(stdin, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
     return process.returncode, out, err
 
 
