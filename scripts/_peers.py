@@ -78,6 +78,20 @@ class _Transformers:
             warnings.simplefilter("ignore", FutureWarning)  # the cache's argument is about to change its name
             return self._greedy(self._torch.from_numpy(prompts.astype("int64")), new_tokens)
 
+    def generate(self, prompts, limits) -> None:
+        """One static batch of prompts of any length, greedy: padded on the left, until the longest answer is done."""
+        torch, longest = self._torch, max(map(len, prompts))
+        tokens = torch.zeros((len(prompts), longest), dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        for row, prompt in enumerate(prompts):
+            tokens[row, longest - len(prompt) :] = torch.as_tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._model.generate(
+                tokens, attention_mask=mask, max_new_tokens=max(limits), min_new_tokens=max(limits), do_sample=False, pad_token_id=0
+            )
+
     def _greedy(self, tokens, new_tokens: int):
         started = time.perf_counter()
         out = self._model(input_ids=tokens, use_cache=True, logits_to_keep=1)
