@@ -38,8 +38,8 @@ from jaxkv.serving.tiers import Tier, Tiers
 from jaxkv.state import State, init_state
 from jaxkv.stream import Track
 
-# Receipts and results kept of requests that have ended and that nobody has asked about yet.
-_KEPT_RECEIPTS = 1024
+# Receipts of so many ended requests are kept, and results that nobody has collected where the caller steps by itself.
+_KEPT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +184,10 @@ class Engine:
             raise RequestRefused("invalid", str(error)) from error
 
     def step(self) -> list[Event]:
-        """One step of the scheduler; returns what is new, of all requests."""
+        """One step of the scheduler; returns what is new, of all requests. Results wait for `collect`, the last 1,024 of them."""
         self._advance()
+        for id in [id for id in self._results if id not in self._live][:-_KEPT]:
+            del self._results[id]
         events = [event for waiting in self._events.values() for event in waiting]
         self._events.clear()
         return events
@@ -245,12 +247,9 @@ class Engine:
             self._tiers.close()
 
     def reconcile(self, id: int, delivered: bool = True) -> None:
-        """Ends the hold on a request's pages: its result was delivered, or will be asked for anew. Of one that ran out: nothing.
-
-        Raises:
-          KeyError: nothing of this request was held, or it was reconciled already.
-        """
-        for owner in self._held.pop(id):
+        """Ends the hold on a request's pages: its result was delivered, or will be asked for anew. Of one that ran out, or that was
+        never held: nothing."""
+        for owner in self._held.pop(id, ()):
             if self.cache.is_held(owner):
                 self.cache.reconcile(owner, delivered)
 
@@ -403,9 +402,11 @@ class Engine:
         )
         if one.request.hold and event.finish_reason != "abort":
             self._held.setdefault(one.id, []).append(one.owner)
+            for id in [id for id, owners in self._held.items() if not any(map(self.cache.is_held, owners))]:
+                del self._held[id]  # ran out
         if one.receipt:
             self._receipts[one.id] = _receipt(one)
-            while len(self._receipts) > _KEPT_RECEIPTS:
+            while len(self._receipts) > _KEPT:
                 self._receipts.popitem(last=False)
         live = self._live[one.id]
         live.remove(one)

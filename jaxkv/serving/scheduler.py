@@ -401,7 +401,7 @@ class Scheduler:
     def _preempt(self, one: Sequence) -> None:
         """Puts a sequence back into the queue; its full pages stay matchable, in a slower tier where bringing them back pays."""
         kind, decoding = "recompute", one.row in self._decoding
-        children = self._children.get(one.owner, [])
+        children = list(self._children.get(one.owner, ()))
         if decoding and one.request.use_cache:
             self._publish(one, one.history[:-1])
             if self._restores is not None and self._restores.keep(one):

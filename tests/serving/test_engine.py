@@ -298,8 +298,7 @@ def test_a_hold_keeps_pages_until_it_is_reconciled(model, texts):
     assert e.run()[other][0].usage.cached_tokens == 0  # held pages are not matched
     e.reconcile(id)
     assert e.cache.held_pages == 0
-    with pytest.raises(KeyError):
-        e.reconcile(id)
+    e.reconcile(id)  # again: nothing
     id = e.submit(Request(texts[3], NEW, hold=True))
     e.run()
     now[0] = 901.0
@@ -449,3 +448,27 @@ def test_16_and_8_bit_pages_are_shared_and_restored_bit_by_bit(model, texts, kv_
     assert run(e, texts) == first == run(new_engine(model, kv_dtype=kv_dtype, prefix_cache=False), texts)
     assert e.metrics.summary()["cached_tokens"]["host"] > 0
     e.close()
+
+
+def test_another_process_finds_what_is_on_disk(model, texts, expected, tmp_path):
+    """Under the same secret and weights; under another secret, or with a broken file, it computes."""
+    kept = dict(num_pages=14, disk_folder=tmp_path / "kv", disk_bytes=1 << 26)
+
+    def serve(secret, m=model):
+        e = new_engine(m, secret=secret, **kept)
+        e._restores.recompute_s_per_token = 10.0
+        e.scheduler._measure = lambda s_per_token: None
+        assert run(e, texts) == ([greedy(m, text, NEW) for text in texts] if m is not model else expected)
+        e.close()
+        return e.metrics.summary()["cached_tokens"]["disk"]
+
+    serve(b"one secret of the server")
+    assert serve(b"one secret of the server") > 0
+    assert serve(b"another secret") == 0
+    assert serve(b"one secret of the server", make_model(seed=1)) == 0
+    for path in (tmp_path / "kv").rglob("*"):
+        if path.is_file():
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+    assert serve(b"one secret of the server") == 0

@@ -165,6 +165,20 @@ def test_the_oldest_is_never_preempted_and_goes_on():
     assert sum(world.metrics.summary()["num_preemptions"].values()) > 0
 
 
+def test_samples_whose_prompt_is_being_stored_can_give_way():
+    """The youngest is a request for three samples in the middle of its prompt: all three come back."""
+    world = World(num_slots=4, num_pages=30, prefill_tokens=4, overcommit=True)
+    old = world.add([1] * 200, 200)[0]
+    while old.first_token_at is None:
+        world.scheduler.step()
+    samples = world.add([2] * 200, 30, n=3)
+    while not sum(world.metrics.summary()["num_preemptions"].values()):
+        world.scheduler.step()
+        assert not any(one.first_token_at for one in samples)
+    world.run()
+    assert [len(one.track.tokens) for one in (old, *samples)] == [200, 30, 30, 30]
+
+
 def test_a_follower_waits_for_the_pages_another_is_computing():
     world = World(prefill_tokens=32)
     first, second = world.add([5] * 100, 4)[0], world.add([5] * 100, 4)[0]
