@@ -122,7 +122,7 @@ class FakeEngine:
         if reason is None:
             return Event(one.id, one.index, (token,), chr(token))
         self._running.remove(one)
-        tokens = one.tokens[: one.told]
+        tokens = one.tokens[: one.told - bool(one.request.sampling.stop)]  # a stop string is found when it was told
         usage = Usage(len(one.request.tokens), len(tokens), 0)
         logprobs = None
         if one.request.sampling.logprobs is not None:

@@ -98,6 +98,15 @@ def what_is_left(source: Source, scan: Scan) -> tuple[Tally, np.ndarray]:
     return Tally(len(source.lines), int(done.sum()), scan.failed), source.lines[~done]
 
 
+@dataclasses.dataclass
+class _Running:
+    """A line in the engine."""
+
+    task: Task
+    samples: int  # that have not ended
+    told_tokens: int = 0  # more than its answer has where a stop string is found too late to hold tokens back
+
+
 class Job:
     """What is left of a source's lines, run through an engine into an output.
 
@@ -125,8 +134,7 @@ class Job:
         self._todo = map(int, todo)
         self._held: Task | None = None  # refused until there is less pressure
         self._exhausted = False
-        self._running: dict[int, Task] = {}  # by the engine's id
-        self._unfinished: dict[int, int] = {}  # samples of each
+        self._running: dict[int, _Running] = {}  # by the engine's id
         self.tally = tally
         self.stopping = False  # set it to end after the step under way; the next run goes on from there
 
@@ -182,20 +190,21 @@ class Job:
                 return False
             self._fail(task.bad(refused.reason, str(refused)))
             return True
-        self._running[id], self._unfinished[id] = task, task.request.sampling.n
+        self._running[id] = _Running(task, task.request.sampling.n)
         return True
 
     def _take(self, event: Event) -> None:
+        one = self._running[event.id]
+        one.told_tokens += len(event.tokens)
         self.tally.completion_tokens += len(event.tokens)
-        if event.finish_reason is None:
-            return
-        self._unfinished[event.id] -= 1
-        if not self._unfinished[event.id]:
-            del self._unfinished[event.id]
-            self._finish(self._running.pop(event.id), self._engine.collect(event.id))
+        one.samples -= event.finish_reason is not None
+        if not one.samples:
+            del self._running[event.id]
+            self._finish(one, self._engine.collect(event.id))
 
-    def _finish(self, task: Task, results: list[Result]) -> None:
-        usage, reasons = total_usage(results), {result.finish_reason for result in results}
+    def _finish(self, one: _Running, results: list[Result]) -> None:
+        task, usage, reasons = one.task, total_usage(results), {result.finish_reason for result in results}
+        self.tally.completion_tokens += usage.completion_tokens - one.told_tokens
         self.tally.prompt_tokens += usage.prompt_tokens
         self.tally.cached_tokens += usage.cached_tokens
         if reasons <= {"stop", "length"}:

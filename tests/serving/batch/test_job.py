@@ -15,7 +15,10 @@ READ = LineReader(FakeTokenizer(), Defaults(max_tokens=6))
 
 
 def lines(count):
-    return [{"custom_id": f"r{i}", "prompt": f"prompt {i}", "n": 1 + (i % 7 == 0)} for i in range(1, count + 1)]
+    stop = {0: {"stop": "z"}}
+    return [
+        {"custom_id": f"r{i}", "prompt": f"prompt {i}", "n": 1 + (i % 7 == 0)} | stop.get(i % 9, {}) for i in range(1, count + 1)
+    ]
 
 
 def write(path, items):
@@ -59,7 +62,9 @@ def test_every_line_has_its_answer(tmp_path):
     for i, line in enumerate(lines(50), 1):
         request = READ(i, json.dumps(line).encode()).request
         choices = records[f"r{i}"]["choices"]
-        assert [(c["tokens"], c["finish_reason"]) for c in choices] == [answer(request, s) for s in range(request.sampling.n)]
+        whole = [answer(request, s) for s in range(request.sampling.n)]
+        wanted = [(tokens[: len(tokens) - ("stop" in line)], reason) for tokens, reason in whole]
+        assert [(c["tokens"], c["finish_reason"]) for c in choices] == wanted
         assert all(c["text"] == "".join(map(chr, c["tokens"])) for c in choices)
         count = sum(len(c["tokens"]) for c in choices)
         assert records[f"r{i}"]["usage"] == {"prompt_tokens": len(request.tokens), "completion_tokens": count, "cached_tokens": 0}
