@@ -77,15 +77,20 @@ def runs(implementation, shape: Shape) -> bool:
     return True
 
 
-def pairs(shapes, quick=()):
-    """Parameters (implementation, shape) of a shared test; `quick` are the shapes that interpreted kernels run by default.
+def pairs(shapes, quick=(), rare=(), implementations=IMPLEMENTATIONS_UNDER_TEST):
+    """Parameters (implementation, shape) of a shared test.
 
     An interpreted kernel gets a smaller pool: XLA:CPU converts the whole of a 16-bit or fp8 one at each of its steps.
+
+    Args:
+      quick: what interpreted kernels run by default; the rest is slow.
+      rare: what is slow for all.
     """
     small = lambda s: dataclasses.replace(s, M=min(s.M, -(-320 // s.P)))
+    slow = lambda i, s: s in rare or (i[1] and s not in quick)
     return [
-        pytest.param(i, small(s) if i[1] else s, marks=_slow(i, s in quick))
-        for i in IMPLEMENTATIONS_UNDER_TEST
+        pytest.param(i, small(s) if i[1] else s, marks=pytest.mark.slow if slow(i, s) else ())
+        for i in implementations
         for s in shapes
         if runs(i, s)
     ]
@@ -94,11 +99,8 @@ def pairs(shapes, quick=()):
 def each(quick=False, reference=False):
     """Parametrises a shared test by `implementation`; `quick`: by default interpreted kernels run it, too."""
     run_by = [REFERENCE] * reference + IMPLEMENTATIONS_UNDER_TEST
-    return pytest.mark.parametrize("implementation", [pytest.param(i, marks=_slow(i, quick)) for i in run_by], ids=label)
-
-
-def _slow(implementation, quick: bool):
-    return pytest.mark.slow if implementation[1] and not quick else ()
+    marked = [pytest.param(i, marks=pytest.mark.slow if i[1] and not quick else ()) for i in run_by]
+    return pytest.mark.parametrize("implementation", marked, ids=label)
 
 
 def label(x):

@@ -45,19 +45,20 @@ def test_the_loop_keeps_v5e_matrix_units_busy_without_spills():
         assert flops / (cycles * V5E_FLOPS_PER_CYCLE) >= 0.6, cycles
 
 
+SHAPES = [
+    {"K": 2, "G": 3, "P": 16, "T": 100},
+    {"K": 4, "G": 2, "P": 32, "pool": jnp.int8},
+    {"K": 1, "G": 8, "P": 256, "H": 256, "soft_cap": 50.0},
+    {"K": 2, "G": 1, "P": 16, "dtype": jnp.float32},
+    {"K": 8, "G": 4, "P": 128, "pool": jnp.float8_e4m3fn},
+    {"K": 1, "G": 64, "P": 64, "T": 16, "pool": jnp.int8},
+]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "shapes",
-    [
-        {"K": 8, "G": 4, "P": 128},
-        {"K": 2, "G": 3, "P": 16, "T": 100},
-        {"K": 1, "G": 8, "P": 256, "H": 256, "soft_cap": 50.0},
-        {"K": 2, "G": 1, "P": 16, "dtype": jnp.float32},
-        {"K": 4, "G": 2, "P": 32, "pool": jnp.int8},
-        {"K": 8, "G": 4, "P": 128, "pool": jnp.float8_e4m3fn},
-        {"K": 1, "G": 64, "P": 64, "T": 16, "pool": jnp.int8},
-    ],
-    ids=str,
+    ("device", "shapes"), [(d, s) for d in tpu_aot.TOPOLOGIES for s in (SHAPES if d == "v5e" else SHAPES[:2])], ids=str
 )
-@pytest.mark.parametrize("device", tpu_aot.TOPOLOGIES)
 def test_compiles(device, shapes):
+    """Beside the compile matrix, which has the usual ones."""
     assert _compile(device, **shapes).memory_analysis().output_size_in_bytes > 0

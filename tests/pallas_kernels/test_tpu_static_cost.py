@@ -34,7 +34,7 @@ def compile_decode(target, K=8, G=4, H=128, P=128, dtype=BF16, q=BF16, blocks=No
     )  # fmt: skip
     rows = ((B,), I32)
     compiled = tpu_aot.compile_for(target, f, ((B, K, G, H), q), *pools_of(K, H, P, dtype), ((B, M), I32), rows, rows, ((), I32))
-    return compiled.memory_analysis(), tpu_aot.static_cost("paged_decode")
+    return compiled.memory_analysis()
 
 
 def compile_write(target, T=1, K=8, H=128, P=128, dtype=BF16, new=BF16):
@@ -44,12 +44,13 @@ def compile_write(target, T=1, K=8, H=128, P=128, dtype=BF16, new=BF16):
     compiled = tpu_aot.compile_for(target, f, *pools, new, new, ((B, M), I32), rows, rows, ((), I32), donate=(0, 1, 2))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == nbytes(pools)
-    return memory, tpu_aot.static_cost("write_kv")
+    return memory
 
 
 # Bundles of a block of 256 tokens, K 8, G 4, H 128, with bf16 and with int8 pages of 128 and bf16 pages of 16 (whose copies are
 # started in a loop of its own, not counted here): what the schedules of libtpu 0.0.42 have, and a little more.
 BUNDLES = {"v5e": (450, 590, 420), "v5p": (460, 590, 425), "v6e": (390, 385, 360), "tpu7x": (400, 425, 340)}
+WAITS = {"v5e": 335, "v5p": 325, "v6e": 560, "tpu7x": 595}  # of the first two, at most: latencies at the ends of a block
 
 
 @pytest.mark.parametrize("target", ["v5e", *(pytest.param(t, marks=pytest.mark.slow) for t in TARGETS[1:])])
@@ -62,22 +63,24 @@ def test_bundles_of_a_decode_block(target):
         (int8, dict(P=128, dtype=INT8)),
         (small, dict(P=16)),
     ):
-        memory, cost = compile_decode(target, blocks=block(options["P"]), **options)
+        memory, cost = compile_decode(target, blocks=block(options["P"]), **options), tpu_aot.static_cost("paged_decode")
         assert cost.loop <= most, (target, options, cost)
         assert cost.spills == 0, (target, options, cost)
+        assert options["P"] != 128 or cost.loops[0].waits <= WAITS[target], (target, options, cost)
         assert memory.temp_size_in_bytes < 2 * 2**20  # queries in bundles, never pages
 
 
 @tpu_aot.needs_schedules
 def test_the_rule_spills_nothing_for_bfloat16():
     for target in TARGETS[::3]:
-        assert compile_decode(target)[1].spills == 0
+        compile_decode(target)
+        assert tpu_aot.static_cost("paged_decode").spills == 0
 
 
 @pytest.mark.parametrize(("T", "dtype", "most"), [(1, BF16, 800), (1, INT8, 1050), (512, BF16, 850)])
 @tpu_aot.needs_schedules
 def test_write_is_in_place_and_short(T, dtype, most):
-    memory, cost = compile_write("v5e", T=T, dtype=dtype)
+    memory, cost = compile_write("v5e", T=T, dtype=dtype), tpu_aot.static_cost("write_kv")
     assert memory.temp_size_in_bytes == 0
     assert cost.spills == 0
     assert cost.total <= most, cost
@@ -108,20 +111,23 @@ WRITES = {
 }
 
 
+def on_targets(names, usual):
+    """Parameters (target, name): everything on the oldest target, the usual ones on all."""
+    return [(target, name) for target in TARGETS for name in names if target == TARGETS[0] or name in usual]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize(("target", "name"), on_targets(DECODES, ("G3", "H256P16", "f32", "int8-K8P32", "float8_e4m3fn-K1P256")))
 def test_decode_compiles(target, name):
-    memory, _ = compile_decode(target, **DECODES[name])
-    assert memory.temp_size_in_bytes < 16 * 2**20
+    assert compile_decode(target, **DECODES[name]).temp_size_in_bytes < 16 * 2**20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(
+    ("target", "name"), on_targets(WRITES, ("bfloat16-T1K8P16H128", "float32-T300K2P8H128", "int8-T300K1P32H128"))
+)
 def test_write_compiles_in_place(target, name):
     options = WRITES[name]
-    memory, _ = compile_write(target, **options)
     # Few heads may cost a copy of the chunk into the kernel's layout, padded to 8 heads; never of a pool.
     chunk = 2 * L * B * options["T"] * 8 * options["H"] * 4
-    assert memory.temp_size_in_bytes <= chunk
+    assert compile_write(target, **options).temp_size_in_bytes <= chunk

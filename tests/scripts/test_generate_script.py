@@ -82,7 +82,7 @@ def test_what_the_makers_recommend_is_used_and_told(cache, chat_model, tmp_path)
     config = {"do_sample": True, "temperature": 0.9, "top_k": 7, "repetition_penalty": 1.1}
     (folder / "generation_config.json").write_text(json.dumps(config))
     run = lambda *args: generate(
-        f"--model={folder}", "--prompt=hello", "--json", "--seed=3", "--max_new_tokens=12", *args, cache=cache
+        f"--model={folder}", "--prompt=hello", "--json", "--seed=3", "--max_new_tokens=12", ROOM, *args, cache=cache
     )
     status, advised, err = run()
     assert status == 0, err
@@ -93,12 +93,12 @@ def test_what_the_makers_recommend_is_used_and_told(cache, chat_model, tmp_path)
     _, greedy, err = run("--temperature=0")
     assert "recommend: repetition_penalty 1.1;" in err
     assert greedy != advised
-    _, plain, err = generate(f"--model={chat_model}", "--prompt=hello", "--max_new_tokens=2", cache=cache)
+    _, plain, err = generate(f"--model={chat_model}", "--prompt=hello", "--max_new_tokens=2", ROOM, cache=cache)
     assert "recommend" not in err
 
 
 def test_json_is_utf8_as_it_is(cache, chat_model):
-    status, out, err = generate(f"--model={chat_model}", "--prompt=für Ω 猫", "--json", "--max_new_tokens=2", cache=cache)
+    status, out, err = generate(f"--model={chat_model}", "--prompt=für Ω 猫", "--json", "--max_new_tokens=2", ROOM, cache=cache)
     assert status == 0, err
     assert '"prompt": "für Ω 猫"' in out
 

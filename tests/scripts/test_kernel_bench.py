@@ -187,6 +187,7 @@ def test_a_pool_is_well_over_the_cache_or_refused():
         num_layers(Case("decode", 4096, 100_000, 8, 4, 128, 16, "float32"), machine)
 
 
+@pytest.mark.aot
 def test_a_gpu_runs_every_call_of_the_loop_and_little_else():
     if reason := gpu_aot.missing():
         pytest.skip(reason)
