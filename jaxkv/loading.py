@@ -20,7 +20,7 @@ from jaxkv.io.hf_source import open_hf_folder
 from jaxkv.io.resolve import resolve
 from jaxkv.io.tokenizer import Tokenizer
 from jaxkv.model.decoder import Kernels
-from jaxkv.model.params import Storage, build_params
+from jaxkv.model.params import CONVERSION, Storage, build_params
 from jaxkv.progress import Report, silent
 from jaxkv.sampling import Sampling
 from jaxkv.state import Static
@@ -121,6 +121,12 @@ def save_checkpoint(model: Model, path: str | Path) -> None:
 
 def _load_checkpoint(path: Path, dtype: str | None, weights: str | None, report: Report) -> Model:
     report(f"loading {path.name}", None)
+    tokenizer = Tokenizer.load(path / "tokenizer") if (path / "tokenizer").is_dir() else None
+    if (portable := checkpoint.open_portable(path)) is not None:
+        source, generation = portable
+        storage = choose_storage(dtype, weights)
+        params = build_params(source, storage, lambda done: report(f"loading {path.name}", done))
+        return Model(source.config, params, storage, tokenizer, generation)
     config, storage, generation, params = checkpoint.read(path)
     if storage.platform != jax.default_backend():
         raise ValueError(
@@ -132,7 +138,6 @@ def _load_checkpoint(path: Path, dtype: str | None, weights: str | None, report:
             f"{path} holds weights={storage.weights!r} for dtype={storage.dtype!r}, not weights={weights!r}, dtype={dtype!r}:"
             " load it without these arguments, or convert the original again"
         )
-    tokenizer = Tokenizer.load(path / "tokenizer") if (path / "tokenizer").is_dir() else None
     return Model(config, params, storage, tokenizer, generation)
 
 
@@ -141,7 +146,7 @@ def _load_gguf(path: Path, storage: Storage, report: Report) -> Model:
     report(f"reading {path.name}", None)
     source = open_gguf(path)
     tokenizer, generation = Tokenizer.from_gguf(source.file), generation_from_gguf(source.file)
-    kept = cache_dir("converted") / f"{_digest(path)[:32]}-{storage.name}-{checkpoint.FORMAT}"
+    kept = cache_dir("converted") / f"{_digest(path)[:32]}-{storage.name}-{checkpoint.FORMAT}.{CONVERSION}"
     params = _read_kept(kept, source.config, storage)
     if params is None:
         report(f"converting {path.name} to {storage.weights}", 0.0)

@@ -1,13 +1,16 @@
 """Measures what a KV dtype costs in quality: the mean negative log-likelihood of a
-text when keys and values are stored in it, against the first of --kv_dtypes.
+text, or of several, when keys and values are stored in it, against the first of
+--kv_dtypes.
 
 The text runs through the model in chunks of --chunk_size tokens, so that every token
 but a chunk's own reads keys and values as they are stored. Beside the means it shows
 the mean absolute difference of the tokens' log-likelihoods in --bins equal spans of
-positions: an error that grew with length would show there. --plot draws it.
+positions, or in every text of --texts_file: an error that grew with length would show
+there. --plot draws it.
 
   python scripts/kv_quality.py --text_file tests/data/kjv_genesis.txt
   python scripts/kv_quality.py --text_file a.txt --kv_dtypes float32,int8 --json
+  python scripts/kv_quality.py --texts_file tests/data/gemma-3-270m.handed.json
 """
 
 from __future__ import annotations
@@ -27,8 +30,11 @@ FLAGS = flags.FLAGS
 
 flags.DEFINE_string("model", "gemma-3-270m", "A known name, a Hugging Face folder, a .gguf file or a jaxkv checkpoint.")
 flags.DEFINE_string("text_file", None, "The text, UTF-8.")
+flags.DEFINE_string(
+    "texts_file", None, 'Instead of --text_file: JSON, [{"text": ..}, ..]; each starts with empty KV and is a span.'
+)
 flags.DEFINE_list("kv_dtypes", "float32,bfloat16,int8,float8_e4m3fn", "What to store keys and values in; the first is the base.")
-flags.DEFINE_integer("max_tokens", 4000, "Tokens of the text that count.", lower_bound=2)
+flags.DEFINE_integer("max_tokens", 4000, "Tokens of a text that count.", lower_bound=2)
 flags.DEFINE_integer("chunk_size", 64, "Tokens a chunk.", lower_bound=1)
 flags.DEFINE_integer("bins", 8, "Spans of positions.", lower_bound=1)
 flags.DEFINE_enum("weights", "float32", _script.WEIGHTS, "How weights are stored.")
@@ -37,10 +43,10 @@ flags.DEFINE_bool("json", False, "One JSON object on stdout instead of the table
 
 
 def main(terminal) -> None:
-    """Scores the text once for each dtype and prints the differences."""
-    if not FLAGS.text_file:
-        raise ValueError("--text_file names the text to score")
-    text = Path(FLAGS.text_file).read_text(encoding="utf-8")
+    """Scores the texts once for each dtype and prints the differences."""
+    if FLAGS.plot and FLAGS.texts_file:
+        raise ValueError("--plot draws one text: name it with --text_file")
+    texts = _texts()
     terminal("importing jax")
     import numpy as np
 
@@ -49,22 +55,34 @@ def main(terminal) -> None:
     model = jaxkv.load_model(FLAGS.model, weights=FLAGS.weights, report=terminal)
     if model.tokenizer is None:
         raise ValueError(f"--model={FLAGS.model} has no tokenizer to read a text with")
-    tokens = np.asarray(model.tokenizer.encode(text))[: FLAGS.max_tokens]
-    if len(tokens) < 2:
-        raise ValueError(f"{FLAGS.text_file} has {len(tokens)} tokens; a likelihood needs at least 2")
+    tokens = [np.asarray(model.tokenizer.encode(text))[: FLAGS.max_tokens] for text in texts]
+    if not tokens or min(map(len, tokens)) < 2:
+        raise ValueError("a text has fewer than 2 tokens, or there is none: a likelihood needs two")
     losses, pool_bytes = {}, {}
     for i, kv_dtype in enumerate(FLAGS.kv_dtypes):
         terminal(f"scoring with KV in {kv_dtype}", i / len(FLAGS.kv_dtypes))
-        losses[kv_dtype], pool_bytes[kv_dtype] = _losses(model, tokens, kv_dtype)
+        scored = [_losses(model, row, kv_dtype) for row in tokens]
+        losses[kv_dtype], pool_bytes[kv_dtype] = np.concatenate([loss for loss, _ in scored]), scored[0][1]
     terminal.done()
     base = losses[FLAGS.kv_dtypes[0]]
-    rows = [_row(name, loss, base, pool_bytes[name]) for name, loss in losses.items()]
+    ends = np.cumsum([len(row) - 1 for row in tokens])[:-1] if FLAGS.texts_file else FLAGS.bins
+    rows = [_row(name, loss, base, pool_bytes[name], ends) for name, loss in losses.items()]
+    num_tokens = sum(map(len, tokens))
     if FLAGS.plot:
         _plot(losses)
     if FLAGS.json:
-        print(json.dumps({"model": FLAGS.model, "text_file": FLAGS.text_file, "tokens": len(tokens), "kv_dtypes": rows}))
+        text_file = FLAGS.text_file or FLAGS.texts_file
+        print(json.dumps({"model": FLAGS.model, "text_file": text_file, "tokens": num_tokens, "kv_dtypes": rows}))
     else:
-        _print_table(rows, len(tokens))
+        _print_table(rows, num_tokens)
+
+
+def _texts() -> list[str]:
+    if bool(FLAGS.text_file) == bool(FLAGS.texts_file):
+        raise ValueError("--text_file or --texts_file names what to score")
+    if FLAGS.text_file:
+        return [Path(FLAGS.text_file).read_text(encoding="utf-8")]
+    return [row["text"] for row in json.loads(Path(FLAGS.texts_file).read_text(encoding="utf-8"))]
 
 
 def _losses(model, tokens, kv_dtype: str):
@@ -88,10 +106,10 @@ def _losses(model, tokens, kv_dtype: str):
     return np.concatenate(out), per_token
 
 
-def _row(name: str, loss, base, bytes_per_token: float) -> dict:
+def _row(name: str, loss, base, bytes_per_token: float, ends) -> dict:
     import numpy as np
 
-    spans = np.array_split(np.abs(loss - base), FLAGS.bins)
+    spans = np.array_split(np.abs(loss - base), ends)
     return {
         "kv_dtype": name,
         "kv_bytes_per_token": bytes_per_token,
@@ -102,7 +120,8 @@ def _row(name: str, loss, base, bytes_per_token: float) -> dict:
 
 
 def _print_table(rows: list[dict], num_tokens: int) -> None:
-    print(f"{num_tokens} tokens; differences of the log-likelihood to {rows[0]['kv_dtype']}, by position\n")
+    by = "text" if FLAGS.texts_file else "position"
+    print(f"{num_tokens} tokens; differences of the log-likelihood to {rows[0]['kv_dtype']}, by {by}\n")
     print(f"{'KV':16}{'bytes/token':>12}{'mean NLL':>10}{'change':>10}   mean absolute difference, first to last span")
     for row in rows:
         spans = " ".join(f"{x:.4f}" for x in row["mean_abs_difference_by_span"])

@@ -130,7 +130,8 @@ def _qkv(config, w, x, cos, sin, dtype):  # x [B, T, D] -> q [B, T, K, G, H], k 
 
 def _attend(config, q, k, v, cache: Cache, chunk_lengths, dtype, options):
     """f32 q [B, T, K, G, H], k and v [B, T, K, H] -> o f32[B, T, K, G, H], and k and v as they are to be stored."""
-    spreads = cache.k_pages.dtype == jnp.int8  # fp8 keeps its bits whatever the largest channel, and loses by it
+    # fp8 gains from it only where keys are well balanced (docs/quantisation.md): norms tell what channels to expect, biases do not.
+    spreads = cache.k_pages.dtype == jnp.int8 or (cache.kv_scales is not None and config.qk_norm != "none")
     if spreads:
         q, k, v = spread(q), spread(k), spread(v)
     options = options | {"scale": config.query_scale, "soft_cap": config.attn_soft_cap, "kv_scales": cache.kv_scales}

@@ -136,6 +136,8 @@ def spread(x):  # [.., H] -> [.., H]
     q.k does not change when both are spread. But an 8-bit vector has one scale, which its largest channel decides, and the keys of
     real models have a few channels that are much larger than the rest: spread, they no longer cost the others their bits
     (QuaRot, arXiv:2404.00456; figures in docs/quantisation.md). Where H is no power of two, channels spread within equal blocks.
+    fp8 loses in proportion to each number, and so most where queries and keys are both large. With balanced keys (`key_balance`) the
+    even loss of spread ones is less, but for what the factors' whole powers of two cost.
     """
     H = x.shape[-1]
     n = H & -H  # the largest power of two that divides H

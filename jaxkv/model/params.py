@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxkv.config import ModelConfig
 from jaxkv.io.source import WeightSource, expected_shapes
+from jaxkv.model.key_balance import Balanced
 from jaxkv.model.linear import WEIGHT_KINDS, Experts, Linear, stored_dtype, weight_dtype
 
 # What a product fuses: the parts of a group share their input and are stacked on the output axis.
@@ -43,6 +44,8 @@ GROUPS = {
 # (its GGUF table is in groups of 32 too); reading the scales costs nothing that could be measured (docs/performance.md). On a TPU,
 # scales inside a row cost a copy of the weight (525 MB for a Llama 3 head): there a row has one.
 INT8_GROUP = 32
+# Goes up whenever `build_params` makes other params of the same weights: kept conversions of before are not read.
+CONVERSION = 2
 # Rows converted at once: bounds the temporaries of a large table.
 _CHUNK_ROWS = 16384
 
@@ -81,8 +84,8 @@ class Storage:
 
 
 def build_params(source: WeightSource, storage: Storage, report=lambda done: None):
-    """Reads every weight once and returns the params tree, on jax's default device; `report` hears the fraction done."""
-    source = _Counted(source, report)
+    """Reads every weight (q and k twice) and returns the params tree, on jax's default device; `report` hears the fraction done."""
+    source = Balanced(_Counted(source, report), statistics=source)
     config = source.config
     shapes = expected_shapes(config)
     top = lambda name: _table(source, name, storage)
