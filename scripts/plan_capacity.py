@@ -10,16 +10,22 @@ written 128K (x 1,024). Sizes say GiB (2^30 bytes) or GB (10^9).
 --save_plan FILE writes the one of this deployment. Times are lower bounds from data
 sheets; nothing is measured and no accelerator is touched.
 
+--audit compiles the engine's real prefill and decode steps for one --device (TPU v5e,
+v5p, v6e, tpu7x, NVIDIA a100, h100, h200; cpu) and compares the planner's bytes with the
+compiler's. The device need not be here: `pip install 'jaxkv[aot]'` brings the compilers.
+
   python scripts/plan_capacity.py --model llama-3.1-8b --device h100 --context 8K
   python scripts/plan_capacity.py --model llama-3.1-8b --device h100 --context 8K --what_if context=128K
   python scripts/plan_capacity.py --model llama-3.1-70b --device v5p --chips 4 --sequences 64 --kv_dtype int8
   python scripts/plan_capacity.py --plan plan.yaml
+  python scripts/plan_capacity.py --audit --model gemma-3-1b --device v5e
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,6 +82,7 @@ flags.DEFINE_multi_string("what_if", [], "KEY=VALUE,...: what the same chips the
 flags.DEFINE_string("plan", None, "YAML plan to check; nothing else is planned.")
 flags.DEFINE_string("save_plan", None, "YAML file to write this deployment's plan to.")
 flags.DEFINE_string("plot", None, "PNG file to draw concurrency against context into; needs matplotlib.")
+flags.DEFINE_bool("audit", False, "Compile the real steps for the device and compare bytes; plans nothing.")
 flags.DEFINE_bool("json", False, "One JSON object with every figure instead of the report.")
 
 
@@ -83,6 +90,8 @@ def main(terminal) -> None:
     """Answers what was asked."""
     if FLAGS.plan:
         return _check_plan()
+    if FLAGS.audit:
+        return _audit(terminal)
     d, costs = _deployment(), planning.Costs(FLAGS.link_gbps, FLAGS.kv8_extra_us, FLAGS.kv8_cost_ratio)
     changed = [(text, what_if.apply(d, text, _chips())) for text in FLAGS.what_if]
     figures = planning.figures(d, costs)
@@ -108,6 +117,25 @@ def _check_plan() -> None:
         print(report.describe_plan(plan, FLAGS.plan))
 
 
+def _audit(terminal) -> None:
+    """Imports what compiles only here: a plan needs neither the engine nor a backend."""
+    from jaxkv.planning import audit, audit_report, compilers, live_memory
+
+    d = audit.one_device(_deployment())
+    compilers.stay_on_cpu()
+    if d.chip.platform != "cpu":
+        compilers.require(d.chip.name)
+    compiler = "XLA of this machine" if d.chip.platform == "cpu" else compilers.compiler_version(d.chip.name)
+    found = audit.run(d, report=terminal)
+    if live_memory.is_here(d):
+        found = live_memory.with_live(found, terminal)
+    terminal.done()
+    if FLAGS.json:
+        print(json.dumps(audit.figures(found) | {"compiler": compiler}))
+    else:
+        print(audit_report.describe(found, compiler))
+
+
 def _deployment() -> planning.Deployment:
     model = planning.model_shape(FLAGS.model)
     if FLAGS.num_kv_heads is not None:
@@ -122,6 +150,9 @@ def _chips() -> dict[str, planning.Chip]:
 
 
 def _chip() -> planning.Chip:
+    if FLAGS.audit and FLAGS.device == "cpu" and "cpu" not in _chips():
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return planning.Chip("cpu", "cpu", memory, hbm_gbps=1, matrix_tflops_bf16=1)  # an audit tells no times
     return devices.described(
         FLAGS.device,
         _chips(),

@@ -16,6 +16,7 @@ from jaxkv.planning.memory import (
     mean_length_for_waste,
     pool_bytes,
     stored_bytes_per_token,
+    stored_weights_bytes,
     waste_tokens,
 )
 from jaxkv.planning.units import KIB, MIB, gb, gib
@@ -61,7 +62,8 @@ def _question(d: Deployment) -> dict[str, Any]:
 
 def _memory(d: Deployment) -> dict[str, Any]:
     memory = dataclasses.asdict(device_memory(d))
-    out: dict[str, Any] = {"weights_gib": gib(d.model.weight_bytes(d.weights)), "weights_gb": gb(d.model.weight_bytes(d.weights))}
+    weights = stored_weights_bytes(d.model, d.weights, d.chip.platform)
+    out: dict[str, Any] = {"weights_gib": gib(weights), "weights_gb": gb(weights)}
     for name, size in memory.items():
         out |= {name.replace("_bytes", "_gib_per_device"): gib(size), name.replace("_bytes", "_gb_per_device"): gb(size)}
     return out

@@ -9,15 +9,24 @@ Everything is an exact count of bytes on one jax device, except activations, whi
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 
+from jaxkv.buckets import CHUNK_TOKENS
+from jaxkv.io.source import expected_shapes
 from jaxkv.planning.deployment import Deployment
 from jaxkv.planning.plan import CapacityPlan
-from jaxkv.planning.shapes import KV_BYTES, WEIGHT_BYTES
+from jaxkv.planning.shapes import KV_BYTES, ModelShape
 from jaxkv.planning.units import GIB, gib
 from pallas_kernels.heads import LANES, pool_heads, scales_shape
 
-_LOGIT_ROWS = 256  # rows of a step that logits are wanted of
+_GPU_NEW_KV_COPIES = (
+    4  # Llama 3.1 8B on an H200 (XLA of jax 0.10.2): 2.17 GB of them for 2,048 tokens, 69 MB for each of few layers
+)
+_SAMPLING_PASSES = 10  # [rows, vocabulary] arrays in f32 or i32 of a decode step, logits among them
+_DECODE_ROWS = 64  # sequences of a decode step where nobody asked for a number
+_INT8_GROUP = 32  # int8 columns that share a scale on CPU
 UNBOUNDED = 1 << 40  # the answer where memory sets no limit, as where every layer forgets what is behind its window
 
 
@@ -35,33 +44,78 @@ class DeviceMemory:
 def device_memory(d: Deployment) -> DeviceMemory:
     """Returns how the memory of each device is divided."""
     memory = d.chip.memory_bytes // d.chip.devices_per_chip
-    runtime = memory - int(memory * d.memory_fraction) + d.model.num_layers * layer_page_bytes(d)
+    runtime = memory - int(memory * d.memory_fraction) + null_pages_bytes(d)
     weights, activations = weights_bytes(d), activations_bytes(d)
     return DeviceMemory(memory, weights, activations, runtime, memory - weights - activations - runtime)
 
 
 def weights_bytes(d: Deployment) -> int:
     """Returns the weights of one device. The projections to keys and values are copied where their heads are."""
-    params = d.model.num_params + d.model.kv_params * (d.kv_copies - 1)
-    return round(params * WEIGHT_BYTES[d.weights] / d.tp)
+    copies = d.model.kv_params * (d.kv_copies - 1) * _bytes_a_weight(d.weights, d.chip.platform, d.model.model_dim)
+    return round((stored_weights_bytes(d.model, d.weights, d.chip.platform) + copies) / d.tp)
+
+
+@functools.cache
+def stored_weights_bytes(model: ModelShape, weights: str, platform: str) -> int:
+    """Returns the bytes of one copy of all weights as they are kept on a platform (jaxkv/model/params.py).
+
+    Norms, biases and a mixture's router stay in f32. int8 rows have a scale in f32, on CPU one for every 32 columns; and on CPU,
+    16-bit and int8 weights other than experts have a second form in bf16.
+    """
+    if model.config is None:
+        return round(model.weight_bytes(weights))
+    total = 0.0
+    for (name, _), shape in expected_shapes(model.config).items():
+        size = math.prod(shape)
+        if len(shape) == 1 or name == "router":
+            total += 4 * size
+        else:
+            total += size * _bytes_a_weight(weights, platform, shape[-1], is_expert=name.startswith("experts"))
+    return round(total)
+
+
+def _bytes_a_weight(weights: str, platform: str, columns: int, is_expert: bool = False) -> float:
+    """Returns what one weight of a matrix with rows of so many columns takes, its part of the row's scales included."""
+    if weights == "float32":
+        return 4
+    on_cpu = platform == "cpu"
+    group = _INT8_GROUP if on_cpu and columns % _INT8_GROUP == 0 else columns
+    return (1 + 4 / group if weights == "int8" else 2) + (2 if on_cpu and not is_expert else 0)
 
 
 def activations_bytes(d: Deployment) -> int:
-    """Returns the working set of a step of `step_tokens`: given, or estimated.
-
-    Estimated: the residual stream, twice in f32; the widest product of attention or MLP with its input, 16 bits; the new keys and
-    values of all layers, which the scan stacks before one scatter writes them; logits in f32 of up to 256 rows, and a copy.
+    """Returns the working set of the larger of two steps, given or estimated: a prefill of `step_tokens`, and a decode step of the
+    sequences asked for (64 where none were).
     """
     if d.activations_gib is not None:
         return round(d.activations_gib * GIB)
-    m, T = d.model, d.step_tokens
+    prompts = -(-d.step_tokens // CHUNK_TOKENS)
+    rows = -(-d.sequences // d.replicas) if d.sequences else _DECODE_ROWS
+    return max(step_bytes(d, prompts, -(-d.step_tokens // prompts)), step_bytes(d, rows, 1))
+
+
+def step_bytes(d: Deployment, rows: int, new_tokens: int) -> int:
+    """Returns an estimate of what a step of `rows` sequences with `new_tokens` each needs besides its arguments.
+
+    It counts what the compilers were seen to keep (`--audit`, docs/planning.md):
+      the new keys and values of all layers in f32. A TPU has them once while layers run and twice while they are written in another
+      order; on a GPU every layer hands out its own, and these, their concatenation and what the scatter takes are alive together;
+      the widest layer: the residual stream in f32 and as an operand, with both halves of a gated MLP in f32 and their product as an
+      operand, or the same of attention;
+      logits in f32, and sampling's passes over them.
+    """
+    m, T = d.model, rows * new_tokens
+    operand = 4 if d.weights == "float32" else 2
     queries = m.num_q_heads * m.head_dim // d.tp
-    widest = max(2 * m.mlp_width // d.tp + m.mlp_width // d.tp, 2 * queries + 2 * d.kv_heads_per_device * m.head_dim)
-    itemsize = 4 if d.weights == "float32" else 2
-    residual = 2 * 4 * T * m.model_dim
-    new_kv = T * m.num_layers * m.kv_elements_per_token_and_layer * d.kv_copies // d.tp * itemsize
-    logits = 2 * 4 * min(T, _LOGIT_ROWS) * m.vocab_size // d.tp
-    return residual + itemsize * T * (widest + m.model_dim) + new_kv + logits
+    kv = m.kv_elements_per_token_and_layer if m.latent else 2 * d.kv_heads_per_device * m.head_dim
+    new_kv = 4 * T * m.num_layers * kv
+    gated = (2 * 4 + operand) * (m.mlp_width // d.tp)
+    attention = (2 * 4 + operand) * queries + 4 * kv
+    layer = T * (max(gated, attention) + (2 * 4 + operand) * m.model_dim)
+    logits = (_SAMPLING_PASSES if new_tokens == 1 else 2) * 4 * rows * m.vocab_size // d.tp
+    if d.chip.platform == "tpu":
+        return max(new_kv + layer, 2 * new_kv) + logits
+    return _GPU_NEW_KV_COPIES * new_kv + layer + logits
 
 
 def layer_page_bytes(d: Deployment) -> int:
@@ -74,6 +128,11 @@ def layer_page_bytes(d: Deployment) -> int:
     heads, dim = pool_heads(d.kv_heads_per_device, d.model.head_dim, d.chip.platform)
     _, two, rows, lanes = scales_shape(1, heads, d.P)
     return 2 * heads * d.P * dim * size + (4 * two * rows * lanes if size == 1 else 0)
+
+
+def null_pages_bytes(d: Deployment) -> int:
+    """Returns the bytes of the page in every layer that nobody owns, on one device."""
+    return d.model.num_layers * layer_page_bytes(d)
 
 
 def stored_bytes_per_token(d: Deployment) -> float:
