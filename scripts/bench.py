@@ -40,7 +40,11 @@ from scripts._peers import PEERS, open_peer  # noqa: E402
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("model", "gemma-3-270m", "A known name, a Hugging Face folder, a .gguf file or a jaxkv checkpoint.")
+flags.DEFINE_string(
+    "model",
+    None,
+    "A known name, a Hugging Face folder, a .gguf file or a jaxkv checkpoint; without it gemma-3-270m if installed, else tiny-gqa.",
+)
 flags.DEFINE_integer("batch", 1, "Rows decoded together.", lower_bound=1)
 flags.DEFINE(_script.Integers(), "context", "128", "Prompt tokens a row; several make several cases.")
 flags.DEFINE(_script.Integers(), "pool_factor", "1", "Pages of the pool over what the rows need; several make several cases.")
@@ -83,6 +87,10 @@ def main(terminal) -> None:
 
 def _measure(report) -> dict:
     cases = [Case(*choice) for choice in itertools.product(FLAGS.context, FLAGS.pool_factor, FLAGS.kv_dtype or [None])]
+    if FLAGS.model is None:
+        from jaxkv.io.resolve import default_model
+
+        FLAGS["model"].value = default_model()
     peer = open_peer(FLAGS.peer, FLAGS.model, FLAGS.batch, max(FLAGS.context) + FLAGS.new_tokens, report)
     report("importing jax")
     import jax

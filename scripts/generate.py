@@ -28,7 +28,11 @@ from scripts import _script  # noqa: E402
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("model", "gemma-3-270m", "A known name, a Hugging Face folder, a .gguf file or a jaxkv checkpoint.")
+flags.DEFINE_string(
+    "model",
+    None,
+    "A known name, a Hugging Face folder, a .gguf file or a jaxkv checkpoint; without it gemma-3-270m if installed, else tiny-gqa.",
+)
 flags.DEFINE_multi_string("prompt", [], "Text to continue; give it several times for several prompts in one batch.")
 flags.DEFINE_string("prompt_file", None, "A UTF-8 file with one prompt a line; - reads stdin.")
 flags.DEFINE_bool("chat", False, "Talk with the model turn by turn; its KV stays between turns. Turns may come through a pipe.")
@@ -60,8 +64,10 @@ def main(terminal) -> None:
     terminal("importing jax")
     import jaxkv
     from jaxkv.io.cache import use_compilation_cache
+    from jaxkv.io.resolve import default_model
 
     use_compilation_cache()
+    FLAGS["model"].value = FLAGS.model or default_model()
     given: dict = {name: FLAGS[name].value for name in ("temperature", "top_k", "top_p") if FLAGS[name].value is not None}
     jaxkv.Sampling(**given)  # what is wrong with them is said before seconds of loading
     model = jaxkv.load_model(FLAGS.model, dtype=FLAGS.dtype, weights=FLAGS.weights, report=terminal)

@@ -5,7 +5,9 @@
       params/        Orbax, uncompressed: weights hardly compress, and reading is then the disk's speed
       tokenizer/     the files the tokenizer was read from
 
-A folder appears whole or not at all: it is written beside its place and renamed. It belongs to the backend it was made on.
+A folder appears whole or not at all: it is written beside its place and renamed. It belongs to the backend it was made on, unless it is
+portable: `storage` is then null, and `params` holds weights under the names of `io.source`, those of layers stacked `[L, ..]`, from which
+every backend makes its own forms. What training keeps is such a folder of arrays, too, with a description of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -27,6 +29,7 @@ import numpy as np
 from jaxkv.config import ModelConfig, RopeConfig
 from jaxkv.io.generation import GenerationDefaults
 from jaxkv.io.json_file import read_object
+from jaxkv.io.source import WeightSource, check_complete, check_no_others, expected_shapes
 from jaxkv.model.linear import Experts, Linear
 from jaxkv.model.params import Storage, adopt, aligned_empty, check_params
 
@@ -46,23 +49,72 @@ def write(path: Path, config: ModelConfig, storage: Storage, generation: Generat
     Raises:
       ValueError: something is at `path` already.
     """
-    if path.exists():
-        raise ValueError(f"{path} exists already: remove it or save elsewhere")
     description = {
         "format": FORMAT,
         "config": dataclasses.asdict(config),
         "storage": dataclasses.asdict(storage),
         "generation": dataclasses.asdict(generation),
     }
+    write_arrays(path, _DESCRIPTION, description, _nested(params), tokenizer)
+
+
+def write_portable(path: Path, config: ModelConfig, generation: GenerationDefaults, weights: Mapping, tokenizer=None) -> None:
+    """Writes weights, {name of `io.source`: array, those of layers stacked}, as a checkpoint that every backend loads.
+
+    Raises:
+      ValueError: something is at `path` already, or the weights are not those that config calls for.
+    """
+    check_complete(_StackedSource(config, weights), str(path))
+    description = {
+        "format": FORMAT,
+        "config": dataclasses.asdict(config),
+        "storage": None,
+        "generation": dataclasses.asdict(generation),
+    }
+    write_arrays(path, _DESCRIPTION, description, dict(weights), tokenizer)
+
+
+def open_portable(path: Path) -> tuple[WeightSource, GenerationDefaults] | None:
+    """(weights, generation) of a portable checkpoint; None if its weights are in the forms of one backend.
+
+    Raises:
+      ValueError: not a checkpoint of this format, or weights that do not fit its config.
+    """
+    description = _description(path)
+    if description.get("storage", "") is not None:
+        return None
+    try:
+        config, generation = _config(description["config"]), _tuples(GenerationDefaults, description["generation"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path / _DESCRIPTION}: not a description of a model: {error}") from None
+    source = _StackedSource(config, _restore(path / "params"))
+    check_complete(source, str(path))
+    check_no_others(source.arrays, {name for name, _ in expected_shapes(config)}, {}, str(path))
+    return source, generation
+
+
+def write_arrays(path: Path, name: str, description: dict, arrays: dict, tokenizer=None) -> None:
+    """Writes a folder that appears whole: the file `name` with `description` as JSON, and nested dicts of arrays in Orbax form.
+
+    Raises:
+      ValueError: something is at `path` already.
+    """
+    if path.exists():
+        raise ValueError(f"{path} exists already: remove it or save elsewhere")
     with _appearing(path) as folder:
-        (folder / _DESCRIPTION).write_text(json.dumps(description, indent=1))
+        (folder / name).write_text(json.dumps(description, indent=1))
         if tokenizer is not None:
             (folder / "tokenizer").mkdir()
             tokenizer.save(folder / "tokenizer")
         with _checkpointer() as checkpointer:
             import orbax.checkpoint as ocp
 
-            checkpointer.save(folder / "params", args=ocp.args.PyTreeSave(_nested(params)))
+            checkpointer.save(folder / "params", args=ocp.args.PyTreeSave(arrays))
+
+
+def read_arrays(path: Path, name: str) -> tuple[dict, dict]:
+    """(description, arrays) of a folder that `write_arrays` made; ValueError where it is damaged."""
+    return read_object(path / name), _restore(path / "params")
 
 
 def read(path: Path) -> tuple[ModelConfig, Storage, GenerationDefaults, dict]:
@@ -71,9 +123,7 @@ def read(path: Path) -> tuple[ModelConfig, Storage, GenerationDefaults, dict]:
     Raises:
       ValueError: not a checkpoint of this format, or weights that do not fit its config.
     """
-    description = read_object(path / _DESCRIPTION)
-    if description.get("format") != FORMAT:
-        raise ValueError(f"{path}: checkpoint format {description.get('format')!r}, this jaxkv reads {FORMAT}")
+    description = _description(path)
     try:
         config = _config(description["config"])
         storage = Storage(**description["storage"])
@@ -87,6 +137,32 @@ def read(path: Path) -> tuple[ModelConfig, Storage, GenerationDefaults, dict]:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: its weights are not those of its description: {error!r}") from error
     return config, storage, generation, params
+
+
+def _description(path: Path) -> dict:
+    description = read_object(path / _DESCRIPTION)
+    if description.get("format") != FORMAT:
+        raise ValueError(f"{path}: checkpoint format {description.get('format')!r}, this jaxkv reads {FORMAT}")
+    return description
+
+
+class _StackedSource:
+    """A WeightSource over arrays in memory, those of layers stacked."""
+
+    def __init__(self, config: ModelConfig, arrays: Mapping):
+        self.config, self.arrays = config, arrays
+
+    def has(self, name, layer=None):
+        return name in self.arrays and (layer is None or layer < self.config.num_layers == self.arrays[name].shape[0])
+
+    def shape(self, name, layer=None):
+        return tuple(self.arrays[name].shape[0 if layer is None else 1 :])
+
+    def read(self, name, layer=None):
+        return self.arrays[name] if layer is None else self.arrays[name][layer]
+
+    def read_rows(self, name, layer, start, stop):
+        return self.read(name, layer)[start:stop]
 
 
 def _restore(path: Path) -> dict:

