@@ -29,25 +29,25 @@ from scripts import _script  # noqa: E402
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string("trace", None, "The trace.")
-flags.DEFINE_integer("block_tokens", 512, "Tokens of one hash id.")
-flags.DEFINE_integer("max_requests", None, "Only the first so many.")
-flags.DEFINE_float("pool_gib", None, "KV pool of the device in GiB.")
+flags.DEFINE_integer("block_tokens", 512, "Tokens of one hash id.", lower_bound=1)
+flags.DEFINE_integer("max_requests", None, "Only the first so many.", lower_bound=1)
+flags.DEFINE_float("pool_gib", None, "KV pool of the device in GiB.", lower_bound=0)
 flags.DEFINE_list("pool_share", [], "Or pools of such shares of the trace's distinct blocks; unlimited: room for everything.")
 flags.DEFINE_enum("policy", "lru", ["lru", "fifo"], "Which reusable page goes first.")
 flags.DEFINE_bool("compare", False, "Each pool with LRU and FIFO, beside an oracle that knows the future.")
-flags.DEFINE_integer("num_slots", 64, "Rows of the batch.")
-flags.DEFINE_integer("prefill_tokens", 2048, "Prompt tokens a step.")
+flags.DEFINE_integer("num_slots", 64, "Rows of the batch.", lower_bound=1)
+flags.DEFINE_integer("prefill_tokens", 2048, "Prompt tokens a step.", lower_bound=1)
 flags.DEFINE_bool("overcommit", False, "Take pages as sequences grow, and preempt.")
 flags.DEFINE_bool("ladder", False, "Give up long contexts under pressure.")
-flags.DEFINE_float("speedup", 1.0, "Requests arrive this much faster.")
-flags.DEFINE_float("prefill_us_per_token", None, "Cost of a prompt's token.")
-flags.DEFINE_float("decode_ms_per_step", None, "Cost of a decode step without KV.")
-flags.DEFINE_float("kv_ns_per_token", None, "Cost of reading one cached token.")
-flags.DEFINE_integer("kv_bytes_per_token", 131_072, "Keys and values of a token, all layers.")
-flags.DEFINE_float("host_gib", 0.0, "A tier in host memory.")
-flags.DEFINE_float("host_gbps", 50.0, "Its link in GB/s.")
-flags.DEFINE_float("disk_gib", 0.0, "A tier on disk.")
-flags.DEFINE_float("disk_gbps", 5.0, "Its bandwidth in GB/s.")
+flags.DEFINE_float("speedup", 1.0, "Requests arrive this much faster.", lower_bound=1e-6)
+flags.DEFINE_float("prefill_us_per_token", None, "Cost of a prompt's token.", lower_bound=0)
+flags.DEFINE_float("decode_ms_per_step", None, "Cost of a decode step without KV.", lower_bound=0)
+flags.DEFINE_float("kv_ns_per_token", None, "Cost of reading one cached token.", lower_bound=0)
+flags.DEFINE_integer("kv_bytes_per_token", 131_072, "Keys and values of a token, all layers.", lower_bound=1)
+flags.DEFINE_float("host_gib", 0.0, "A tier in host memory.", lower_bound=0)
+flags.DEFINE_float("host_gbps", 50.0, "Its link in GB/s.", lower_bound=1e-6)
+flags.DEFINE_float("disk_gib", 0.0, "A tier on disk.", lower_bound=0)
+flags.DEFINE_float("disk_gbps", 5.0, "Its bandwidth in GB/s.", lower_bound=1e-6)
 flags.DEFINE_bool("json", False, "One JSON object a pool instead of the report.")
 flags.DEFINE_string("plot", None, "PNG file of running, waiting and pages over time; needs matplotlib.")
 
@@ -59,7 +59,7 @@ _COLUMNS = (
     ("TTFT p50/p95/p99 s", lambda r: " ".join(_seconds(r[f"ttft_{p}_s"]) for p in ("p50", "p95", "p99"))),
     ("TPOT p50/p95/p99 ms", lambda r: " ".join(_millis(r[f"tpot_{p}_s"]) for p in ("p50", "p95", "p99"))),
     ("device busy", lambda r: f"{r['device_busy_share']:.3f}"),
-    ("fragmentation", lambda r: f"{r['block_fragmentation']:.4f}"),
+    ("fragmentation", lambda r: _share(r["block_fragmentation"])),
     ("evicted pages", lambda r: f"{r['evicted_pages']:,}"),
     ("rejected", lambda r: f"{sum(r['requests_rejected'].values()):,}"),
     ("preempted", lambda r: f"{sum(r['num_preemptions'].values()):,}"),
@@ -98,7 +98,10 @@ def _pools(distinct: int) -> list[int]:
     if (FLAGS.pool_gib is None) == (not FLAGS.pool_share):
         raise ValueError("give either --pool_gib or --pool_share")
     if FLAGS.pool_gib is not None:
-        return [max(int(FLAGS.pool_gib * 2**30 / page_bytes), 1) + 1]
+        pages = FLAGS.pool_gib * 2**30 / page_bytes
+        if not 1 <= pages < 2**31:
+            raise ValueError(f"--pool_gib={FLAGS.pool_gib} holds {pages:g} pages of {page_bytes:,} bytes: give a pool of some")
+        return [int(pages) + 1]
     pools = []
     for share in FLAGS.pool_share:
         if share == "unlimited":
@@ -106,9 +109,13 @@ def _pools(distinct: int) -> list[int]:
             continue
         try:
             pages = int(float(share) * distinct)
-        except ValueError:
-            raise ValueError(f"--pool_share={share}: give shares of the distinct blocks, such as 0.5, or unlimited") from None
-        pools.append(max(pages, 1) + 1)
+            if pages < 1:
+                raise ValueError
+        except (ValueError, OverflowError):
+            raise ValueError(
+                f"--pool_share={share}: give shares of the {distinct:,} distinct blocks, such as 0.5, or unlimited"
+            ) from None
+        pools.append(pages + 1)
     return pools
 
 
@@ -161,6 +168,10 @@ def _report(results: list[dict[str, Any]]) -> None:
     widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
     for row in table:
         sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def _seconds(value: float | None) -> str:

@@ -1,13 +1,28 @@
 """Models shared by all tests of a session, so that each is compiled once; and the helper module importable."""
 
+import gc
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "helpers"))  # pytest's importlib mode does not put tests on the path
 
 import engine  # noqa: E402
+
+# Linux gives a process 65,530 memory maps, and XLA:CPU takes a few for each function it compiles; past them it crashes.
+_MOST_MAPS = 30_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """Drops what was compiled when a process has compiled very much."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > _MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

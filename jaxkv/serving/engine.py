@@ -29,7 +29,7 @@ from jaxkv.serving.metrics import Metrics
 from jaxkv.serving.page_cache import PageCache
 from jaxkv.serving.page_data import PageLayout
 from jaxkv.serving.page_states import Evicted
-from jaxkv.serving.request import Event, Request, RequestRefused, Result
+from jaxkv.serving.request import Event, Request, RequestRefused, Result, checked, is_finite, is_whole
 from jaxkv.serving.restore import Restores
 from jaxkv.serving.runner import ModelRunner
 from jaxkv.serving.scheduler import Scheduler
@@ -40,6 +40,7 @@ from jaxkv.stream import Track
 
 # Receipts of so many ended requests are kept, and results that nobody has collected where the caller steps by itself.
 _KEPT = 1024
+_LEAST_SECRET = 16  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,31 @@ class EngineConfig:
     host_dtype: Literal["int8"] | None = None  # "int8" halves and quarters it, at a small loss; None: as the pool
     disk_folder: str | Path | None = None
     disk_bytes: int = 0
+
+    def __post_init__(self):
+        least = dict(prefill_tokens=1, host_bytes=0, disk_bytes=0)
+        for name, low in least.items():
+            if not is_whole(getattr(self, name), low):
+                raise ValueError(f"{name} must be a whole number of at least {low}, got {getattr(self, name)!r}")
+        for name in ("ageing_s", "hold_ttl_s", "reusable_ttl_s"):
+            seconds = getattr(self, name)
+            if not (seconds is None and name == "reusable_ttl_s") and not (is_finite(seconds) and seconds > 0):
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        if self.secret is not None and not (isinstance(self.secret, bytes) and len(self.secret) >= _LEAST_SECRET):
+            raise ValueError(f"secret must be at least {_LEAST_SECRET} bytes (secrets.token_bytes(32)), or None")
+        if self.model_revision is not None and not isinstance(self.model_revision, str):
+            raise ValueError(f"model_revision must be a text or None, got {self.model_revision!r}")
+        if (self.disk_folder is None) != (not self.disk_bytes):
+            raise ValueError(f"a disk tier needs both disk_folder and disk_bytes, got {self.disk_folder!r} and {self.disk_bytes}")
+        if self.host_dtype is not None and not self.host_bytes:
+            raise ValueError(f"host_dtype={self.host_dtype!r} needs host_bytes")
+        for tenant, pages in self.quotas.items():
+            if not isinstance(tenant, str) or not is_whole(pages, 0):
+                raise ValueError(f"quotas map a tenant's name to whole pages, got {tenant!r}: {pages!r}")
+
+
+class EngineFailed(RuntimeError):
+    """A step raised, so that what the engine believes and what the device holds may differ: make a new Engine."""
 
 
 class Engine:
@@ -147,13 +173,15 @@ class Engine:
             restores=self._restores,
             kv_bytes=self._kv_bytes,
         )
-        self._eos = tuple(i for i in model.eos_token_ids if i < model.config.vocab_size)
-        self._revision = config.model_revision or model_revision(model)
+        self._eos = _stop_tokens(model)
+        self._revision = config.model_revision or weights_digest(model)
         self._key = seed_key(config.seed)
         self._next_id, self._next_owner = 0, 0
         self._draining = False
+        self._failure: BaseException | None = None
         self._live: dict[int, list[Sequence]] = {}
-        self._events: dict[int, collections.deque[Event]] = {}
+        self._events: list[Event] = []  # for `step`, or for a stream that is not open yet
+        self._streams: dict[int, collections.deque[Event]] = {}
         self._results: dict[int, list[Result]] = {}
         self._receipts: collections.OrderedDict[int, dict] = collections.OrderedDict()
         self._held: dict[int, list[int]] = {}
@@ -173,29 +201,40 @@ class Engine:
 
         Raises:
           RequestRefused: it can never be served, or not now (`reason`); says why with the numbers. Nothing was queued.
+          EngineFailed: a step raised before.
         """
+        self._check_alive()
         try:
             return self._submit(request)
         except RequestRefused as refused:
-            self.metrics.rejected(refused.reason, request.sampling.n)
+            self.metrics.rejected(refused.reason)
             raise
         except (ValueError, TypeError) as error:
-            self.metrics.rejected("invalid", request.sampling.n)
+            self.metrics.rejected("invalid")
             raise RequestRefused("invalid", str(error)) from error
 
     def step(self) -> list[Event]:
-        """One step of the scheduler; returns what is new, of all requests. Results wait for `collect`, the last 1,024 of them."""
+        """One step of the scheduler; returns what is new, of all requests but those with an open `stream`.
+
+        Results wait for `collect`, the last 1,024 of them.
+
+        Raises:
+          EngineFailed: a step raised before.
+        """
         self._advance()
-        for id in [id for id in self._results if id not in self._live][:-_KEPT]:
-            del self._results[id]
-        events = [event for waiting in self._events.values() for event in waiting]
-        self._events.clear()
+        self._trim()
+        events, self._events = self._events, []
         return events
 
     def run(self) -> dict[int, list[Result]]:
-        """Steps until nothing waits or runs; returns the results that were not collected yet, by request."""
+        """Steps until nothing waits or runs; returns the results that were not collected yet, by request.
+
+        Raises:
+          RuntimeError: requests wait for pages that are on hold, and nothing runs: `reconcile` what was delivered.
+          EngineFailed: a step raised before.
+        """
         while not self.scheduler.is_idle:
-            self._advance()
+            self._advance(must_move=True)
             self._events.clear()
         results, self._results = self._results, {}
         return results
@@ -205,17 +244,26 @@ class Engine:
 
         Raises:
           KeyError: no such request, or it ended and its events were collected.
+          ValueError: it has an open stream.
+          RuntimeError, EngineFailed: as `run`.
         """
-        if id not in self._live and id not in self._events:
+        if id in self._streams:
+            raise ValueError(f"request {id} has an open stream: close() it first")
+        if id not in self._live and not any(event.id == id for event in self._events):
             raise KeyError(f"request {id} is not known, or its events were collected already")
-        while True:
-            waiting = self._events.get(id)
-            while waiting:
-                yield waiting.popleft()
-            if id not in self._live:
-                self._events.pop(id, None)
-                return
-            self._advance()
+        mine = self._streams[id] = collections.deque(event for event in self._events if event.id == id)
+        self._events = [event for event in self._events if event.id != id]
+        try:
+            while True:
+                while mine:
+                    yield mine.popleft()
+                if id not in self._live:
+                    return
+                self._advance(must_move=True)
+                self._trim()
+        finally:
+            self._events += mine
+            self._streams.pop(id, None)
 
     def collect(self, id: int) -> list[Result]:
         """The results of a request that has ended, once.
@@ -223,6 +271,8 @@ class Engine:
         Raises:
           KeyError: it has not ended, is not known, or was collected already.
         """
+        if id in self._live:
+            raise KeyError(f"request {id} has not ended")
         return self._results.pop(id)
 
     def abort(self, id: int) -> None:
@@ -233,6 +283,7 @@ class Engine:
             decode_s = now - one.first_token_at if one.first_token_at is not None else 0.0
             self.metrics.finished("abort", now - one.arrived_at, one.prompt.size, len(one.track.tokens), decode_s)
             self._take(one, TextEvent(one.index, -1, (), "", "abort"))
+        self.scheduler.observe()
 
     def drain(self) -> dict[int, list[Result]]:
         """Refuses new requests, serves what was submitted, and returns as `run` does."""
@@ -240,7 +291,8 @@ class Engine:
         return self.run()
 
     def close(self) -> None:
-        """Ends every request and waits for transfers to finish."""
+        """Ends every request, takes no more, and waits for transfers to finish."""
+        self._draining = True
         for id in list(self._live):
             self.abort(id)
         if self._tiers:
@@ -270,6 +322,7 @@ class Engine:
         Raises:
           RequestRefused: as `submit`.
         """
+        self._check_alive()
         request = Request(tokens, max_new_tokens=1, system_prompt=system_prompt, adapter=adapter)
         id = self._submit(request, public=True)
         for _ in self.stream(id):
@@ -284,23 +337,31 @@ class Engine:
             self._tiers.drop_where(old)
         return self.cache.drop(old)
 
-    def swap_weights(self, model: Model) -> None:
+    def swap_weights(self, model: Model, model_revision: str | None = None) -> None:
         """Takes other weights of the same architecture. Nothing cached before is matched after.
 
+        Args:
+          model_revision: as in EngineConfig.
+
         Raises:
-          ValueError: another architecture, or sequences hold slots: `drain()` first.
+          ValueError: another architecture, or answers have begun with the old weights: `run()` first.
         """
         if model.config != self._model.config or model.storage != self._model.storage:
             raise ValueError("the new weights have another config or storage: make a new Engine")
-        if self.num_running:
-            raise ValueError(f"{self.num_running} sequences hold slots, computed with the old weights: run() first")
-        self._model, self._revision = model, model_revision(model)
+        live = [one for sequences in self._live.values() for one in sequences]
+        begun = sum(one.row >= 0 or bool(one.track.tokens) for one in live)
+        if begun:
+            raise ValueError(f"{begun} sequences have begun with the old weights: run() first")
+        if model_revision == self._revision:
+            raise ValueError(f"{model_revision=} is that of the weights before: what was cached with them would be matched")
+        self._model, self._revision = model, model_revision or weights_digest(model)
+        self._eos = _stop_tokens(model)
         self.runner.swap_params(model.params)
         old = lambda fingerprint: fingerprint.model_revision != self._revision
         self.cache.drop(old)
         if self._tiers:
             self._tiers.drop_where(old)
-        for one in (one for live in self._live.values() for one in live):
+        for one in live:
             one.fingerprint = dataclasses.replace(one.fingerprint, model_revision=self._revision)
 
     def warmup(self) -> None:
@@ -314,7 +375,10 @@ class Engine:
     def _submit(self, request: Request, public: bool = False) -> int:
         if self._draining:
             raise RequestRefused("draining", "the engine is draining and takes no more requests")
+        request = checked(request)
+        request = dataclasses.replace(request, use_cache=request.use_cache and self.config.prefix_cache)
         prompt = self._prompt(request)
+        self.scheduler.update_ladder()
         n, ladder = request.sampling.n, self._ladder
         verdict = self.admission.check(
             prompt.size, request.max_new_tokens, n, request.allow_truncation, ladder.level if ladder else 0
@@ -338,6 +402,7 @@ class Engine:
         self._live[id] = sequences
         self.metrics.queued(n)
         self.scheduler.add(Job(list(sequences), order))
+        self.scheduler.observe()
         return id
 
     def _prompt(self, request: Request) -> np.ndarray:
@@ -362,8 +427,7 @@ class Engine:
 
     def _fingerprint(self, request: Request, id: int, public: bool) -> Fingerprint:
         tokenizer = self._model.tokenizer
-        shared = request.use_cache and self.config.prefix_cache
-        if not shared:
+        if not request.use_cache:
             tenant: str | None = f"\0request {id}"  # nobody can name it
         else:
             tenant = None if public else request.tenant
@@ -380,16 +444,38 @@ class Engine:
             page_size=self.cache.page_size,
         )
 
-    def _advance(self) -> None:
-        for one, event in self.scheduler.step():
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(f"a step raised {self._failure!r}: what was running is lost, make a new Engine") from self._failure
+
+    def _advance(self, must_move: bool = False) -> None:
+        """One step. With `must_move`, raises if nothing runs and nothing can start."""
+        self._check_alive()
+        try:
+            events = self.scheduler.step()
+        except BaseException as error:  # Ctrl-C too: it may have hit between a decision and its dispatch
+            self._failure = error
+            raise
+        for one, event in events:
             self._take(one, event)
+        if must_move and not events and not self.num_running and self.num_waiting:
+            raise RuntimeError(
+                f"{self.num_waiting} requests wait and nothing runs: {self.cache.held_pages} pages are on hold; reconcile() what was"
+                f" delivered, or call again when hold_ttl_s={self.config.hold_ttl_s:g} are over"
+            )
+
+    def _trim(self) -> None:
+        """Forgets the oldest results beyond those that are kept for `collect`."""
+        old = set([id for id in self._results if id not in self._live][:-_KEPT])
+        if old:
+            self._results = {id: results for id, results in self._results.items() if id not in old}
+            self._events = [event for event in self._events if event.id not in old]
 
     def _take(self, one: Sequence, event: TextEvent) -> None:
         ended = event.finish_reason is not None
         usage = one.usage if ended else None
-        self._events.setdefault(one.id, collections.deque()).append(
-            Event(one.id, one.index, event.tokens, event.text, event.finish_reason, usage)
-        )
+        waiting = self._streams.get(one.id, self._events)
+        waiting.append(Event(one.id, one.index, event.tokens, event.text, event.finish_reason, usage))
         if not ended:
             return
         track = one.track
@@ -441,7 +527,12 @@ def _receipt(one: Sequence) -> dict:
     return one.receipt.to_json() | tiers
 
 
-def model_revision(model: Model) -> str:
+def _stop_tokens(model: Model) -> tuple[int, ...]:
+    """Configs name stop tokens that their vocabulary lacks; what cannot be emitted stops nothing."""
+    return tuple(i for i in model.eos_token_ids if i < model.config.vocab_size)
+
+
+def weights_digest(model: Model) -> str:
     """SHA-256 of config, storage and every weight, as hex: about a second a GB."""
     digest = hashlib.sha256(repr((model.config, model.storage)).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):

@@ -145,8 +145,9 @@ class Metrics:
         used_slots: int,
         ladder_level: int = 0,
         over_quota_tenants: int = 0,
+        in_step: bool = True,
     ) -> None:
-        """The state after a step. Slots are token slots of active pages, each physical page once; a used one holds a token."""
+        """The state now; the means of `summary` are over the states after steps (`in_step`). Slots are token slots of active pages, each physical page once; a used one holds a token."""
         pages = (free_pages, active_pages, reusable_pages, held_pages)
         if min(running, waiting, ladder_level, over_quota_tenants, *pages) < 0 or not 0 <= used_slots <= allocated_slots:
             counts = f"{running=}, {waiting=}, {pages=}, {used_slots=}, {allocated_slots=}, {ladder_level=}, {over_quota_tenants=}"
@@ -161,10 +162,11 @@ class Metrics:
             values["block_fragmentation"][""] = _ratio(allocated_slots - used_slots, allocated_slots) or 0.0
             values["ladder_level"][""] = ladder_level
             values["tenants_over_quota"][""] = over_quota_tenants
-            sums["steps"] += 1
-            sums["usage"] += usage
-            sums["allocated_slots"] += allocated_slots
-            sums["used_slots"] += used_slots
+            if in_step:
+                sums["steps"] += 1
+                sums["usage"] += usage
+                sums["allocated_slots"] += allocated_slots
+                sums["used_slots"] += used_slots
             self._peak_usage = max(self._peak_usage, usage)
 
     def summary(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _LOOKED_AT = 64  # fingerprints: each costs 5 us, and every request that finds n
 class Receipt:
     """One request's use of the prefix cache."""
 
-    parts: dict[str, dict[str, str | None]]  # name -> digest (None: not set), nearest ("same", "different" or None: no entries)
+    parts: dict[str, dict[str, str | None]]  # name -> digest (None: not set), nearest ("same", "different" or None: not told)
     reusable_tokens: int
     suffix_tokens: int  # tokens to compute
     gates: dict[str, str]
@@ -53,7 +53,14 @@ def make_receipt(
     crossing = "public" if is_public else "reject" if same.get("tenant") == "different" else "pass"
     own_epoch = is_public or same.get("tenant") == "different" or same.get("acl_epoch") != "different"
     return Receipt(
-        parts={name: {"digest": _digest(secret, name, value), "nearest": same.get(name)} for name, value in fingerprint.parts()},
+        parts={
+            name: {
+                "digest": _digest(secret, name, value),
+                # Of another tenant's fingerprint nothing else is told.
+                "nearest": same.get(name) if crossing != "reject" or name == "tenant" else None,
+            }
+            for name, value in fingerprint.parts()
+        },
         reusable_tokens=reusable_tokens,
         suffix_tokens=num_tokens - reusable_tokens,
         gates={

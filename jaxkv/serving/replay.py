@@ -1,7 +1,7 @@
 """A request trace through the scheduler on a simulated device: what a policy or a pool size does to real traffic.
 
 A trace names prompts by blocks: equal ids at the head of two lists are equal prefixes (the form that the Mooncake paper published).
-One block is one page here; its tokens are its id, repeated, so that hashing, comparing and evicting are those of the real engine.
+One block is one page here; its tokens are its id, repeated (negated, so that no answer's tokens are any block's), so that hashing, comparing and evicting are those of the real engine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import heapq
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,11 @@ def read_trace(path: str | Path, block_tokens: int = 512) -> list[TraceRequest]:
       ValueError: a line that is not such a request; names it.
     """
     requests = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -76,16 +81,20 @@ def read_trace(path: str | Path, block_tokens: int = 512) -> list[TraceRequest]:
             request = TraceRequest(
                 float(fields["timestamp"]) / 1e3, int(fields["input_length"]), int(fields["output_length"]), blocks
             )
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"{path}:{number} is no request with timestamp, input_length, output_length, hash_ids: {error}"
             ) from None
+        if not (math.isfinite(request.arrived_s) and request.arrived_s >= 0) or not all(0 <= block < 2**31 for block in blocks):
+            raise ValueError(f"{path}:{number}: timestamp must be finite and not negative, hash_ids whole numbers below 2**31")
         if request.input_tokens < 1 or request.output_tokens < 1 or len(blocks) != -(-request.input_tokens // block_tokens):
             raise ValueError(
                 f"{path}:{number}: {request.input_tokens} input and {request.output_tokens} output tokens with {len(blocks)} blocks of"
                 f" {block_tokens} tokens do not fit together"
             )
         requests.append(request)
+    if not requests:
+        raise ValueError(f"{path} holds no requests")
     return sorted(requests, key=lambda request: request.arrived_s)
 
 
@@ -164,7 +173,7 @@ class _Replay:
             return
         self.metrics.queued()
         self.looked_up_blocks += len(line.blocks)
-        tokens = np.repeat(np.asarray(line.blocks, np.int32), self.config.block_tokens)[: line.input_tokens]
+        tokens = np.repeat(-np.asarray(line.blocks, np.int32), self.config.block_tokens)[: line.input_tokens]
         arrived = line.arrived_s / self.config.speedup
         request = Request((), line.output_tokens, _GREEDY)
         track = Track(0, -1, line.output_tokens, None, None, False)

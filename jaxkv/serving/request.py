@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxkv.output import TokenLogprobs
 from jaxkv.sampling import Sampling
+
+MOST_PRIORITY = 1_000_000
 
 
 class RequestRefused(ValueError):
@@ -30,7 +34,7 @@ class Request:
     tokens: Sequence[int] | np.ndarray
     max_new_tokens: int = 128
     sampling: Sampling = Sampling()  # one value an option; n samples share the prompt's pages
-    priority: int = 0  # lower goes first; waiting makes up for it (EngineConfig.ageing_s)
+    priority: float = 0  # lower goes first; waiting makes up for it (EngineConfig.ageing_s)
     allow_truncation: bool = False  # a prompt that is too long loses its beginning instead of being refused
     hold: bool = False  # its pages stay as they are until `Engine.reconcile`: its delivery must be confirmed
 
@@ -39,6 +43,51 @@ class Request:
     adapter: str | None = None  # digest of an adapter's weights
     acl_epoch: int | None = None  # of the tenant's access rules
     use_cache: bool = True  # False: neither reads cached pages nor leaves any
+
+
+def checked(request: Request) -> Request:
+    """The request, its numbers plain ones.
+
+    Raises:
+      TypeError, ValueError: a field of the wrong kind, or out of range; names it.
+    """
+    if not isinstance(request, Request):
+        raise TypeError(f"expected a Request, got {type(request).__name__}")
+    if not isinstance(request.sampling, Sampling):
+        raise TypeError(f"sampling must be a jaxkv.Sampling, got {type(request.sampling).__name__}")
+    if request.sampling.max_new_tokens is not None:
+        raise ValueError("a request's limit is Request.max_new_tokens: leave Sampling.max_new_tokens out")
+    if isinstance(request.tokens, bytes | bytearray | memoryview | set | frozenset | dict):
+        raise TypeError(f"tokens must be a list or an array of token ids, got {type(request.tokens).__name__}")
+    if not is_whole(request.max_new_tokens, 1):
+        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {request.max_new_tokens!r}")
+    if not is_finite(request.priority) or abs(request.priority) > MOST_PRIORITY:
+        raise ValueError(f"priority must be a number from {-MOST_PRIORITY:,} to {MOST_PRIORITY:,}, got {request.priority!r}")
+    if not isinstance(request.tenant, str) or "\0" in request.tenant:  # None is the operator's; names with \0 are the engine's
+        raise ValueError(f"tenant must be a text without NUL, got {request.tenant!r}")
+    for name in ("system_prompt", "adapter"):
+        if not isinstance(getattr(request, name), str | None):
+            raise ValueError(f"{name} must be a text or None, got {getattr(request, name)!r}")
+    if request.acl_epoch is not None and not is_whole(request.acl_epoch, 0):
+        raise ValueError(f"acl_epoch must be a whole number of at least 0, or None, got {request.acl_epoch!r}")
+    for name in ("allow_truncation", "hold", "use_cache"):
+        if not isinstance(getattr(request, name), bool):
+            raise ValueError(f"{name} must be True or False, got {getattr(request, name)!r}")
+    epoch = None if request.acl_epoch is None else int(request.acl_epoch)
+    return dataclasses.replace(request, max_new_tokens=int(request.max_new_tokens), acl_epoch=epoch)
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a value is a whole number (no bool) of at least `least`."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a finite number (no bool)."""
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 @dataclasses.dataclass(frozen=True)

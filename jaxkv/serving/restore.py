@@ -21,6 +21,9 @@ from jaxkv.serving.runner import Runner
 from jaxkv.serving.sequence import Sequence
 from jaxkv.serving.tiers import Tiers
 
+# Pages of one store: a long sequence's go in several, so that a tier with little room takes a part.
+_STORED_TOGETHER = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class _Load:
@@ -56,13 +59,12 @@ class Restores:
             return False
         rows = one.history[: match.num_tokens].reshape(len(match.pages), -1)
         parents = (None, *match.keys)
-        self._store(
+        return self._store(
             [
                 Evicted(page, match.keys[i], parents[i], i, one.fingerprint, rows[i].astype(np.int32))
                 for i, page in reversed(list(enumerate(match.pages)))
             ]
         )
-        return True
 
     def start(self, one: Sequence, match: Match) -> None:
         """Begins to load what continues the match of a sequence that has its row, where that pays."""
@@ -116,8 +118,14 @@ class Restores:
         nbytes, num_tokens = num_pages * self._tiers.layout.nbytes, num_pages * self._cache.page_size
         return self._tiers.worth_restoring(num_tokens, nbytes, self.recompute_s_per_token, name)
 
-    def _store(self, pages: list[Evicted]) -> None:
-        """The pages are copied in the order of the device's work: they may be given away at once."""
+    def _store(self, pages: list[Evicted]) -> bool:
+        """Stores pages; False: no tier took all of them. They are copied in the order of the device's work: they may be given away."""
+        took = True
+        for i in range(0, len(pages), _STORED_TOGETHER):
+            took &= self._store_some(pages[i : i + _STORED_TOGETHER])
+        return took
+
+    def _store_some(self, pages: list[Evicted]) -> bool:
         ticket: Any = self._runner.read_pages([one.page for one in pages])
 
         def records() -> list[PageRecord]:
@@ -126,4 +134,4 @@ class Restores:
                 for one, data in zip(pages, self._runner.page_data(ticket), strict=True)
             ]
 
-        self._tiers.store_async(records, len(pages))
+        return bool(self._tiers.store_async(records, len(pages)))

@@ -133,7 +133,8 @@ class Scheduler:
             self._read(self._tickets.popleft())
         if not dispatched and not self._events and self._restores is not None and self._prefilling:
             self._restores.wait()
-        self._observe()
+        self.update_ladder()
+        self.observe(in_step=True)
         events, self._events = self._events, []
         return events
 
@@ -208,15 +209,15 @@ class Scheduler:
     def _admit(self, job: Job, goal: np.ndarray, match: Match) -> None:
         first = job.first
         for sequence in job.sequences:
-            sequence.row = self._free_rows.pop()
+            sequence.row, sequence.published = self._free_rows.pop(), False
             found = goal[: match.num_tokens] if sequence is first else goal[:0]
             self._runner.seat(sequence.row, sequence.pages, self._options(sequence), found)
         first.goal, first.stored = goal, match.num_tokens
         if first.started_at is None:  # not one that was preempted: what it finds then, it had stored itself
-            first.cached.update({"device": match.num_tokens} if match.num_tokens else {})
             receipt = self._cache.receipt(first.fingerprint, goal, match)
             for sequence in job.sequences:
-                sequence.cached, sequence.receipt = first.cached, receipt
+                sequence.cached = {"device": match.num_tokens} if match.num_tokens else {}
+                sequence.receipt = receipt
         self._prefilling.append(first)
         self._children[first.owner] = job.sequences[1:]
         self._cache.announce(first.owner, match.keys[len(match.pages) :])
@@ -312,12 +313,14 @@ class Scheduler:
             if event is None:
                 continue
             count += len(event.tokens)
+            if not one.published and event.tokens:
+                one.published = True
+                self._publish(one, one.history[:-1])
+                self._blocked = None
             if one.last_token_at is None:
                 one.first_token_at = now
                 if event.tokens:
                     self._metrics.first_token(now - one.arrived_at)
-                    self._publish(one, one.prompt)
-                    self._blocked = None
             elif event.tokens:
                 gaps.append(now - one.last_token_at)
             one.last_token_at = now
@@ -415,16 +418,20 @@ class Scheduler:
 
     # Watching
 
-    def _observe(self) -> None:
-        cache, P = self._cache, self._cache.page_size
+    def update_ladder(self) -> None:
+        """Takes in how short pages are now."""
         if self._ladder is not None:
-            usable = cache.num_pages - 1
-            self._ladder.update((cache.active_pages + cache.held_pages + self._promised) / usable)
+            cache = self._cache
+            self._ladder.update((cache.active_pages + cache.held_pages + self._promised) / (cache.num_pages - 1))
             cache.reusable_ttl_s = None if self._ttl_s is None else self._ttl_s * self._ladder.rung.ttl_factor
+
+    def observe(self, in_step: bool = False) -> None:
+        """Tells the metrics how things stand."""
+        cache, P = self._cache, self._cache.page_size
         running = self.running()
         # Shared pages are full, so what is unused lies in pages of one holder: each physical page counts once.
         allocated = cache.active_pages * P
-        unused = sum(len(one.pages) * P - one.stored for one in self._decoding.values())
+        unused = sum(len(one.pages) * P - one.stored for one in (*self._decoding.values(), *self._prefilling))
         self._metrics.gauges(
             running=len(running),
             waiting=self._queue.num_sequences,
@@ -436,4 +443,5 @@ class Scheduler:
             used_slots=allocated - unused,
             ladder_level=self._ladder.level if self._ladder else 0,
             over_quota_tenants=cache.over_quota_tenants,
+            in_step=in_step,
         )

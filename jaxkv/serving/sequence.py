@@ -32,6 +32,7 @@ class Sequence:
     goal: np.ndarray | None = None  # i32, tokens to store before it samples; None: it samples already
     stored: int = 0  # tokens whose keys and values are in pages, or will be by what is dispatched
     dispatched: int = 0  # tokens it was or will be given by what is dispatched
+    published: bool = False  # what it stored before it sampled; since it has its row
     cached: dict[str, int] = dataclasses.field(default_factory=dict)  # tokens found, by tier, at its first admission
     receipt: Receipt | None = None  # of its first admission
     started_at: float | None = None  # when its first chunk was first dispatched

@@ -200,5 +200,6 @@ class SimulatedRestores(Restores):
         loads: list[Any] = [load.future for load in self._loads.values()]
         self._tiers._clock.advance_to(min(load.at_s for load in loads))  # type: ignore[attr-defined]
 
-    def _store(self, pages: list[Evicted]) -> None:
+    def _store(self, pages: list[Evicted]) -> bool:
         self._tiers.store([one.key for one in pages])  # type: ignore[attr-defined]
+        return True

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 from jaxkv.serving.sequence import Job
 
+# Entries of jobs that were taken out, beyond as many as wait: below it a rebuild would cost more than they hold.
+_MOST_GAPS = 64
+
 
 class WaitingQueue:
     """Jobs in the order in which they may start. Every operation is O(log n); a job taken out in the middle leaves a gap.
@@ -54,6 +57,9 @@ class WaitingQueue:
             del self._ids[job.first.id]
         self._count -= 1
         self.num_sequences -= len(job.sequences)
+        if len(self._heap) > 2 * self._count + _MOST_GAPS:
+            self._heap = [entry for entry in self._heap if self._is_waiting(entry[2])]
+            heapq.heapify(self._heap)
 
     def of_request(self, id: int) -> list[Job]:
         """The waiting jobs of a request."""

@@ -101,6 +101,10 @@ def test_replays_are_deterministic(requests):
         json.dumps({"timestamp": 0, "input_length": 5, "output_length": 1}),
         json.dumps({"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}),
         json.dumps({"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}),
+        '{"timestamp": NaN, "input_length": 5, "output_length": 1, "hash_ids": [1]}',
+        '{"timestamp": 0, "input_length": 1e400, "output_length": 1, "hash_ids": [1]}',
+        json.dumps({"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [2**40]}),
+        json.dumps({"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-1]}),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line):
@@ -108,6 +112,12 @@ def test_a_bad_line_is_named(tmp_path, line):
     path.write_text(json.dumps({"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=r"trace.jsonl:2"):
         read_trace(path)
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_an_answer_is_no_block_of_a_prompt(block):
+    requests = [TraceRequest(0.0, 512, 1100, (5,)), TraceRequest(100.0, 1025, 1, (5, block, 7))]
+    assert replay(requests, ReplayConfig(num_pages=40))["block_hit_rate"] == 0.25
 
 
 def test_arrivals_are_sorted(tmp_path):
