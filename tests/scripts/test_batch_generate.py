@@ -233,7 +233,9 @@ GEMMA = pytest.mark.skipif(
 @pytest.mark.parametrize(("name", "count", "kills"), [("tiny", 300, 10), pytest.param("gemma-3-270m", 60, 3, marks=GEMMA)])
 def test_kills_of_the_real_engine(name, count, kills, cache, chat_model, tmp_path):
     chance = random.Random(7)
-    lines = [{"custom_id": f"r{i}", "prompt": "Once " * (i % 9) + f"upon {i}", "max_tokens": 2 + i % 7} for i in range(1, count + 1)]
+    lines = [
+        {"custom_id": f"r{i}", "prompt": "Once " * (i % 9) + f"upon {i}", "max_tokens": 2 + i % 7} for i in range(1, count + 1)
+    ]
     source, output = write(tmp_path / "in", lines), tmp_path / "out"
     options = (f"--model={chat_model if name == 'tiny' else name}", "--weights=float32", "--max_tokens_per_slot=128")
     status, _, err = run_script.run(
