@@ -98,8 +98,9 @@ def step_bytes(d: Deployment, rows: int, new_tokens: int) -> int:
     """Returns an estimate of what a step of `rows` sequences with `new_tokens` each needs besides its arguments.
 
     It counts what the compilers were seen to keep (`--audit`, docs/planning.md):
-      the new keys and values of all layers in f32. A TPU has them once while layers run and twice while they are written in another
-      order; on a GPU every layer hands out its own, and these, their concatenation and what the scatter takes are alive together;
+      the new keys and values of all layers in f32. A TPU has them once while layers run, and two or three times (v6e, v5e) while they
+      are put in the order of pages, which one head is in already; on a GPU every layer hands out its own, and these, their
+      concatenation and what the scatter takes are alive together;
       the widest layer: the residual stream in f32 and as an operand, with both halves of a gated MLP in f32 and their product as an
       operand, or the same of attention;
       logits in f32, and sampling's passes over them.
@@ -114,7 +115,7 @@ def step_bytes(d: Deployment, rows: int, new_tokens: int) -> int:
     layer = T * (max(gated, attention) + (2 * 4 + operand) * m.model_dim)
     logits = (_SAMPLING_PASSES if new_tokens == 1 else 2) * 4 * rows * m.vocab_size // d.tp
     if d.chip.platform == "tpu":
-        return max(new_kv + layer, 2 * new_kv) + logits
+        return max(new_kv + layer, (2 if d.kv_heads_per_device == 1 else 3) * new_kv) + logits
     return _GPU_NEW_KV_COPIES * new_kv + layer + logits
 
 
