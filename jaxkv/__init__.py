@@ -11,7 +11,8 @@ from jaxkv.generate import generate, warmup
 from jaxkv.loading import Model, load_model, save_checkpoint
 from jaxkv.output import Output, TextEvent, Timings, TokenLogprobs
 from jaxkv.sampling import Sampling
-from jaxkv.serving.engine import Engine, EngineConfig
+from jaxkv.serving.engine import Engine
+from jaxkv.serving.engine_config import EngineConfig
 from jaxkv.serving.request import Event, Request, RequestRefused, Result, Usage
 from jaxkv.state import StaleStateError, State, check_integrity, init_state, release, truncate
 from jaxkv.steps import trace_counts

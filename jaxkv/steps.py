@@ -6,6 +6,7 @@
     decode_many      decode_many     up to n tokens for every slot in one dispatch: page reservation, forward, sampling, stop, all
                                      on the device
     first_tokens     first_tokens    samples from the prompts' logits
+    are_finite       are_finite      whether rows of logits are free of NaN and infinity
     collect_logits   collect_logits  puts prompts' logits at their slots
     pick_rows        pick_rows       the rows of logits that a verb was asked for
     copy_rows        copy_rows       copies pages and history for forks
@@ -177,6 +178,12 @@ def first_tokens(loop: Loop, prompt_logits, options: SamplingArrays, rows, lengt
     return loop, jax.tree.map(lambda a: a[None], emitted)
 
 
+def are_finite(logits):
+    """Returns bool[R]: which rows of logits f32[R, V] are finite. Keys or values that are not, of any token that the row's last one
+    sees, make them NaN."""
+    return jnp.isfinite(logits).all(axis=-1)
+
+
 def collect_logits(buffer, new, source):
     """Returns buffer f32[B, V] with row b replaced by new[source[b]] where source[b] >= 0."""
     return jnp.where((source >= 0)[:, None], new[jnp.maximum(source, 0)], buffer)
@@ -276,6 +283,7 @@ _STEPS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "decode": (prefill_step, ("pools",), ("static", "all_logits")),
     "decode_many": (decode_many, ("loop",), ("static", "looped")),
     "first_tokens": (first_tokens, ("loop",), ()),
+    "are_finite": (are_finite, (), ()),
     "collect_logits": (collect_logits, (), ()),
     "pick_rows": (pick_rows, (), ()),
     "copy_rows": (copy_rows, ("pools",), ("num_layers",)),

@@ -14,6 +14,7 @@ Every method does all it says or, when it raises or returns None, nothing.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -68,7 +69,10 @@ class PageCache:
         self.num_pages, self.page_size = num_pages, page_size
         self.hold_ttl_s, self.reusable_ttl_s = hold_ttl_s, reusable_ttl_s
         self.hold_outcomes = {"delivered": 0, "undelivered": 0, "expired": 0}
-        self._secret, self._clock, self._ttl_factor = secret, clock, 1.0
+        self.on_settled: Callable[[Sequence[bytes]], None] | None = (
+            None  # told of announced keys: published, or nobody computes them
+        )
+        self._secret, self._clock = secret, clock
         self._drops = 0
         self._states = PageStates(num_pages, page_size, policy, clock)
         self._states.on_evict = on_evict
@@ -103,11 +107,6 @@ class PageCache:
     def evicted_pages(self) -> int:
         """Pages evicted so far."""
         return self._states.evicted
-
-    @property
-    def num_announced(self) -> int:
-        """Keys of pages that are being computed."""
-        return len(self._announced)
 
     @property
     def over_quota_tenants(self) -> int:
@@ -236,7 +235,8 @@ class PageCache:
         if len(rows) > len(sequence.pages):
             raise ValueError(f"the tokens fill {len(rows)} pages, {owner=} has {len(sequence.pages)}")
         added = publish(self._states, sequence, fingerprint, rows, fingerprint.root(self._secret), keys, spare_pages)
-        self._unannounce(owner, [key for key in sequence.announced if key in self._states.index.entries])
+        # In the order of the chain: where one is not in the index, none behind it is.
+        self._unannounce(owner, list(itertools.takewhile(self._states.index.entries.__contains__, sequence.announced)))
         return added
 
     def announce(self, owner: int, keys: Iterable[bytes]) -> None:
@@ -254,9 +254,11 @@ class PageCache:
         """Returns who is computing the page of this key; None if nobody is."""
         return self._announced.get(key)
 
-    def _unannounce(self, owner: int, keys: Iterable[bytes]) -> None:
+    def _unannounce(self, owner: int, keys: Sequence[bytes]) -> None:
         for key in keys:
             del self._announced[key], self._sequences[owner].announced[key]
+        if keys and self.on_settled is not None:
+            self.on_settled(keys)
 
     def release(self, owner: int, *, hold: bool = False) -> None:
         """Lets go of a sequence's pages. Unknown owner: KeyError.
@@ -304,13 +306,7 @@ class PageCache:
                 self.hold_outcomes["expired"] += 1
                 self._forget(owner)
         if self.reusable_ttl_s is not None:
-            self._states.evict_older_than(now_s - self.reusable_ttl_s * self._ttl_factor)
-
-    def set_ttl_factor(self, factor: float) -> None:
-        """Scales reusable_ttl_s from the next tick on: below 1 under pressure, 1 again after. No TTL stays none."""
-        if factor < 0:
-            raise ValueError(f"{factor=} must be 0 or more")
-        self._ttl_factor = factor
+            self._states.evict_older_than(now_s - self.reusable_ttl_s)
 
     def evict(self, num_pages: int) -> int:
         """Evicts so many reusable pages, or all there are; returns how many. O(evicted)."""

@@ -26,8 +26,8 @@ from jaxkv.serving.page_cache import PageCache
 from jaxkv.serving.page_states import Evicted
 from jaxkv.serving.request import Request
 from jaxkv.serving.scheduler import Scheduler
-from jaxkv.serving.sequence import Job
 from jaxkv.serving.sequence import Sequence as LiveSequence
+from jaxkv.serving.sequence import SequenceGroup
 from jaxkv.serving.simulate import CostModel, SimulatedClock, SimulatedRestores, SimulatedRunner, SimulatedTier, SimulatedTiers
 from jaxkv.stream import Track
 
@@ -178,7 +178,7 @@ class _Replay:
         request = Request((), line.output_tokens, _GREEDY)
         track = Track(0, -1, line.output_tokens, None, None, False)
         one = LiveSequence(id, id, request, tokens, self.fingerprint, track, 0, arrived, arrived)
-        self.scheduler.add(Job([one], arrived))
+        self.scheduler.add(SequenceGroup([one], arrived))
 
     def _on_evict(self, evicted: Sequence[Evicted]) -> None:
         self.metrics.evicted(len(evicted))

@@ -31,7 +31,7 @@ _ALONE_ON_CPU = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Chunk:
     """A chunk of one row's prompt."""
 
     row: int
@@ -54,8 +54,11 @@ class Runner(Protocol):
     def clear(self, row: int) -> None:
         """The row runs no further; it owns no pages from here on."""
 
-    def prefill(self, parts: Sequence[Part]) -> None:
-        """Stores chunks of prompts."""
+    def prefill(self, chunks: Sequence[Chunk]) -> Any:
+        """Stores chunks of prompts; returns what `read_prefill` takes."""
+
+    def read_prefill(self, ticket: Any) -> Sequence[bool]:
+        """Waits for what a ticket stands for: which chunks are free of NaN and infinity."""
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int], row_src: Sequence[int], row_dst: Sequence[int]) -> None:
         """Copies pages, and the token history of rows, for samples that share a prompt."""
@@ -125,17 +128,27 @@ class ModelRunner:
         self._table_changed = True
         self._halt[row] = True
 
-    def prefill(self, parts: Sequence[Part]) -> None:
+    def prefill(self, chunks: Sequence[Chunk]) -> list[tuple[list[int], jax.Array]]:
         own = dataclasses.replace(self._loop.own, page_table=self._table)
-        for T, batch in self._batches(parts):
-            rows = np.array([part.row for part in batch], np.int32)
-            starts = np.array([part.start for part in batch], np.int32)
-            chunks = [part.tokens for part in batch]
-            pools, logits = dispatch_prefill(self._state, self._loop.pools, own, rows, chunks, starts, T)
+        tickets = []
+        for T, places in self._batches(chunks):
+            batch = [chunks[i] for i in places]
+            rows = np.array([chunk.row for chunk in batch], np.int32)
+            starts = np.array([chunk.start for chunk in batch], np.int32)
+            tokens = [chunk.tokens for chunk in batch]
+            pools, logits = dispatch_prefill(self._state, self._loop.pools, own, rows, tokens, starts, T)
             self._pools(pools)
-            samplers = [(row, place) for place, part in enumerate(batch) for row in part.samplers]
+            samplers = [(row, place) for place, chunk in enumerate(batch) for row in chunk.samplers]
             if samplers or self._logits is None:
                 self._logits = collect(self._state, self._logits, logits, [r for r, _ in samplers], [p for _, p in samplers])
+            tickets.append((places, step("are_finite", self._platform)(logits)))
+        return tickets
+
+    def read_prefill(self, ticket: list[tuple[list[int], jax.Array]]) -> list[bool]:
+        sound: dict[int, bool] = {}
+        for places, finite in ticket:
+            sound.update(zip(places, jax.device_get(finite).tolist(), strict=False))  # padded rows come last
+        return [sound[i] for i in range(len(sound))]
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int], row_src: Sequence[int], row_dst: Sequence[int]) -> None:
         B = self.num_slots
@@ -204,10 +217,6 @@ class ModelRunner:
         """Takes other weights of the same shapes; whatever is stored was computed with the old ones."""
         self._state = dataclasses.replace(self._state, params=params)
 
-    def wait(self) -> None:
-        """Waits until everything asked for so far is done."""
-        jax.block_until_ready(self._loop.pools.history)
-
     def warmup(self, max_prompt_tokens: int) -> None:
         """Compiles every step for every shape that can come; nothing of it is seen: idle rows store nothing."""
         longest = bucket_tokens(max_prompt_tokens)
@@ -232,17 +241,18 @@ class ModelRunner:
             self._state, self._loop.pools, own, np.zeros(R, np.int32), nothing, np.zeros(R, np.int32), T
         )
         self._pools(pools)
+        step("are_finite", self._platform)(logits)
         self._logits = collect(self._state, self._logits, logits, [], [])
 
     @property
     def _num_layers(self) -> int:
         return self._state.static.model.num_layers
 
-    def _batches(self, parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:
-        """The parts by bucket, in batches that a dispatch takes without a row of padding where that would cost."""
-        by_bucket: dict[int, list[Part]] = {}
-        for part in parts:
-            by_bucket.setdefault(bucket_tokens(part.tokens.size), []).append(part)
+    def _batches(self, chunks: Sequence[Chunk]) -> list[tuple[int, list[int]]]:
+        """Which chunks go together, by bucket, in batches that a dispatch takes without a row of padding where that would cost."""
+        by_bucket: dict[int, list[int]] = {}
+        for i, chunk in enumerate(chunks):
+            by_bucket.setdefault(bucket_tokens(chunk.tokens.size), []).append(i)
         batches = []
         for T, alike in by_bucket.items():
             sizes, whole = self._row_buckets(T), self._platform == "cpu" and T >= _ALONE_ON_CPU

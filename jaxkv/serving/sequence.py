@@ -30,9 +30,9 @@ class Sequence:
     pages: list[int] = dataclasses.field(default_factory=list)  # logical order
     promised: int = 0  # pages reserved beside these
     goal: np.ndarray | None = None  # i32, tokens to store before it samples; None: it samples already
+    keys: tuple[bytes, ...] = ()  # of full pages of the goal, under its fingerprint
     stored: int = 0  # tokens whose keys and values are in pages, or will be by what is dispatched
     dispatched: int = 0  # tokens it was or will be given by what is dispatched
-    published: bool = False  # what it stored before it sampled; since it has its row
     cached: dict[str, int] = dataclasses.field(default_factory=dict)  # tokens found, by tier, at its first admission
     receipt: Receipt | None = None  # of its first admission
     started_at: float | None = None  # when its first chunk was first dispatched
@@ -85,12 +85,19 @@ class Sequence:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Job:
-    """What waits for slots together: the samples of a new request, or one sequence that was preempted."""
+class SequenceGroup:
+    """What waits for slots together: the samples of a new request, or what is left of one that was preempted."""
 
     sequences: list[Sequence]
     order: float  # lower goes first: seconds of the clock, its arrival moved by its priority
     match: Match | None = None  # when it was last looked up; its keys hold as long as the fingerprint
+    goal: np.ndarray = dataclasses.field(init=False)  # i32, what is stored before it samples
+    tie: int = -1  # decides between equal orders: who came first
+    is_waiting: bool = False
+    awaits: bytes | None = None  # key of a page that a running sequence is computing; until then it need not be looked at
+
+    def __post_init__(self) -> None:
+        self.goal = self.first.history
 
     @property
     def first(self) -> Sequence:

@@ -17,7 +17,7 @@ from jaxkv.sample_step import Sampled
 from jaxkv.serving.page_data import PageData
 from jaxkv.serving.page_states import Evicted
 from jaxkv.serving.restore import Restores
-from jaxkv.serving.runner import Part
+from jaxkv.serving.runner import Chunk
 from jaxkv.serving.tiers import Run
 from jaxkv.steps import Emitted
 
@@ -68,12 +68,18 @@ class SimulatedRunner:
     def clear(self, row: int) -> None:
         self._live[row] = False
 
-    def prefill(self, parts: Sequence[Part]) -> None:
-        tokens = sum(part.tokens.size for part in parts)
+    def prefill(self, chunks: Sequence[Chunk]) -> tuple[float, list[bool]]:
+        tokens = sum(chunk.tokens.size for chunk in chunks)
         # Each token attends to those before it; as bytes read, that is what was cached, once a chunk.
-        cached = sum(part.start for part in parts)
+        cached = sum(chunk.start for chunk in chunks)
         self.prefill_tokens += tokens
         self._work(tokens * self._costs.s_per_prefill_token + cached * self._costs.s_per_cached_token)
+        return self._free_at_s, [True] * len(chunks)
+
+    def read_prefill(self, ticket: tuple[float, list[bool]]) -> list[bool]:
+        done_at_s, sound = ticket
+        self._clock.advance_to(done_at_s)
+        return sound
 
     def copy_pages(self, src, dst, row_src, row_dst) -> None:
         pass

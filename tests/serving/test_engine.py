@@ -76,7 +76,7 @@ def test_greedy_tokens_do_not_depend_on_the_way(model, texts, expected, way):
     usable = e.cache.num_pages - 1
     assert (e.cache.active_pages, e.cache.held_pages) == (0, 0)
     assert e.cache.free_pages + e.cache.reusable_pages == usable
-    assert e.scheduler._promised == 0
+    assert e.scheduler.promised_pages == 0
 
 
 def test_preemption_happened(model, texts, expected):
@@ -91,7 +91,7 @@ def test_tokens_come_back_from_a_tier(model, texts, expected, tier, tmp_path):
     e = new_engine(model, num_pages=SMALL, **kept)
     fill_with_nan(e)
     e._restores.recompute_s_per_token = 10.0
-    e.scheduler._measure = lambda s_per_token: None
+    e.scheduler._measure = lambda *measured: None
     for _ in range(3):
         assert run(e, texts) == expected
         for lane in e._tiers._lanes.values():  # what is being stored is there for the next round
@@ -103,7 +103,7 @@ def test_tokens_come_back_from_a_tier(model, texts, expected, tier, tmp_path):
 def test_swap_brings_a_preempted_sequence_back(model, texts):
     e = new_engine(model, num_pages=SMALL, overcommit=True, host_bytes=1 << 26)
     e._restores.recompute_s_per_token = 10.0
-    e.scheduler._measure = lambda s_per_token: None
+    e.scheduler._measure = lambda *measured: None
     assert run(e, texts, 30) == [greedy(model, text, 30) for text in texts]
     assert e.metrics.summary()["num_preemptions"]["swap"] > 0
     e.close()
@@ -194,7 +194,7 @@ def test_a_storm_of_requests_and_aborts(model, continuations, data, overcommit, 
             assert tokens == wanted[id][: len(tokens)]
         else:
             assert (tokens, result.finish_reason) == (wanted[id], "length")
-    assert (e.cache.active_pages, e.num_running, e.num_waiting, e.scheduler._promised) == (0, 0, 0, 0)
+    assert (e.cache.active_pages, e.num_running, e.num_waiting, e.scheduler.promised_pages) == (0, 0, 0, 0)
     summary = e.metrics.summary()
     assert summary["requests_received"] - sum(summary["requests_rejected"].values()) == len(wanted)
     assert sum(summary["request_success"].values()) == len(wanted)
@@ -437,7 +437,7 @@ def test_streams_text_and_stop_strings():
     stopped = e.run()[id][0]
     assert stopped.finish_reason == "stop"
     assert stopped.text == result.text[: result.text.index(stop)]
-    assert other not in e._live
+    assert not e._delivery.is_live(other)
     with pytest.raises(KeyError):
         next(e.stream(10_000))
 
@@ -519,10 +519,10 @@ def test_a_stream_left_early_leaves_its_events(model, texts):
 
 
 def test_results_of_a_request_come_together_and_do_not_pile_up(model, monkeypatch):
-    monkeypatch.setattr("jaxkv.serving.engine._KEPT", 5)
+    monkeypatch.setattr("jaxkv.serving.delivery.KEPT", 5)
     e = new_engine(model)
     id = e.submit(Request(prompt(9), 30, Sampling(temperature=2.0, seed=4, n=3, stop_token_ids=list(range(0, 60, 2)))))
-    while id not in e._results:
+    while id not in e._delivery._results:
         e.step()
     with pytest.raises(KeyError, match="has not ended"):
         e.collect(id)
@@ -531,7 +531,7 @@ def test_results_of_a_request_come_together_and_do_not_pile_up(model, monkeypatc
     assert len(e.collect(id)) == 3
     for _ in range(12):
         list(e.stream(e.submit(Request(prompt(3), 1))))
-    assert len(e._results) <= 6
+    assert len(e._delivery._results) <= 6
 
 
 def test_received_is_rejected_finished_running_and_waiting(model, texts):
@@ -575,7 +575,7 @@ def test_weights_are_not_swapped_under_an_answer_that_has_begun(model, texts, ex
     ids = [e.submit(Request(prompt(30, seed=k), 40)) for k in range(3)]
     while not e.metrics.summary()["num_preemptions"]["recompute"]:
         e.step()
-    for id in [one.id for one in e.scheduler.running()]:
+    for id in [one.id for one in e._delivery.live() if one.row >= 0]:
         e.abort(id)
     assert e.num_running == 0
     with pytest.raises(ValueError, match="have begun"):
@@ -606,7 +606,7 @@ def test_drain_abort_and_unknown_ids(model, texts, expected):
 def test_16_and_8_bit_pages_are_shared_and_restored_bit_by_bit(model, texts, kv_dtype):
     e = new_engine(model, num_pages=SMALL, kv_dtype=kv_dtype, host_bytes=1 << 26)
     e._restores.recompute_s_per_token = 10.0
-    e.scheduler._measure = lambda s_per_token: None
+    e.scheduler._measure = lambda *measured: None
     first = run(e, texts)
     for lane in e._tiers._lanes.values():
         lane.stores.submit(lambda: None).result()
@@ -622,7 +622,7 @@ def test_another_process_finds_what_is_on_disk(model, texts, expected, tmp_path)
     def serve(secret, m=model):
         e = new_engine(m, secret=secret, **kept)
         e._restores.recompute_s_per_token = 10.0
-        e.scheduler._measure = lambda s_per_token: None
+        e.scheduler._measure = lambda *measured: None
         assert run(e, texts) == ([greedy(m, text, NEW) for text in texts] if m is not model else expected)
         e.close()
         return e.metrics.summary()["cached_tokens"]["disk"]

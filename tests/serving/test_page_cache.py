@@ -312,7 +312,7 @@ def test_reusable_pages_end_by_time():
     cache.now = 10.0
     cache.tick()
     assert cache.hit(text(13)) == 8
-    cache.set_ttl_factor(0.5)
+    cache.reusable_ttl_s = 5.0
     cache.now = 11.0
     cache.tick()
     assert cache.free_pages == 63 and len(cache.gone) == 3
@@ -374,18 +374,21 @@ def test_a_match_made_before_the_hold_is_stale():
 
 def test_a_follower_sees_who_computes_its_pages():
     cache = Cache()
+    settled = []
+    cache.on_settled = settled.extend
     first, match = cache.run(text(13), publish=False, release=False)
     cache.announce(first, match.keys)
     cache.allocate(2, "a", 4)
     cache.announce(2, match.keys)
-    assert [cache.is_announced(key) for key in match.keys] == [first] * 3 and cache.num_announced == 3
+    assert [cache.is_announced(key) for key in match.keys] == [first] * 3 and not settled
     cache.publish(first, A, text(8))
     assert [cache.is_announced(key) for key in match.keys] == [None, None, first]
+    assert settled == list(match.keys[:2])
     cache.check()
     cache.release(2)
     assert cache.is_announced(match.keys[2]) == first
     cache.release(first)
-    assert cache.num_announced == 0
+    assert settled == list(match.keys) and cache.is_announced(match.keys[2]) is None
 
 
 def test_options_are_checked():

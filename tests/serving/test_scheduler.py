@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxkv.planning.plan import CapacityPlan
+from jaxkv.planning.units import GIB
 from jaxkv.sampling import Sampling
 from jaxkv.serving.admission import Admission
 from jaxkv.serving.fingerprint import Fingerprint
@@ -15,7 +17,7 @@ from jaxkv.serving.metrics import Metrics
 from jaxkv.serving.page_cache import PageCache
 from jaxkv.serving.request import Request
 from jaxkv.serving.scheduler import Scheduler
-from jaxkv.serving.sequence import Job, Sequence
+from jaxkv.serving.sequence import Sequence, SequenceGroup
 from jaxkv.serving.simulate import (
     CostModel,
     SimulatedClock,
@@ -36,7 +38,7 @@ FINGERPRINT = Fingerprint(
 class World:
     """A scheduler with all that it needs."""
 
-    def __init__(self, num_slots=8, num_pages=300, costs=None, tiers=(), **options):
+    def __init__(self, num_slots=8, num_pages=300, costs=None, tiers=(), plan=None, page_bytes=1000, slot_tokens=4096, **options):
         self.clock = SimulatedClock()
         self.runner = SimulatedRunner(num_slots, self.clock, costs or CostModel())
         self.metrics = Metrics()
@@ -47,7 +49,7 @@ class World:
             self.tiers = SimulatedTiers(tiers, P * 1000, self.clock)
             self.restores = SimulatedRestores(self.tiers, self.cache, self.runner)
         admission = Admission(
-            None, num_pages=num_pages, page_size=P, max_tokens_per_slot=4096, bytes_per_page=1000, num_slots=num_slots
+            plan, num_pages=num_pages, page_size=P, max_tokens_per_slot=slot_tokens, bytes_per_page=page_bytes, num_slots=num_slots
         )
         self.scheduler = Scheduler(
             self.runner, self.cache, admission, self.metrics, self.clock, lambda one: one.track.limit - len(one.track.tokens),
@@ -67,7 +69,7 @@ class World:
             Sequence(id + i, id, request, tokens, fingerprint, Track(i, -1, new, None, None, False), 0, now, order)
             for i in range(n)
         ]
-        self.scheduler.add(Job(list(sequences), order))
+        self.scheduler.add(SequenceGroup(list(sequences), order))
         return sequences
 
     def run(self, most_steps=100_000, audit=True):
@@ -146,7 +148,7 @@ def test_everything_ends_and_every_page_returns(requests, pages, slots, overcomm
             world.cache.check()
     world.run(20_000)
     assert all(one.track.finish_reason == "length" and len(one.track.tokens) == one.track.limit for one in sequences)
-    assert (world.cache.active_pages, world.scheduler._promised) == (0, 0)
+    assert (world.cache.active_pages, world.scheduler.promised_pages) == (0, 0)
     summary = world.metrics.summary()
     assert summary["request_success"]["length"] == summary["requests_received"] == len(sequences)
     if not overcommit:
@@ -188,6 +190,131 @@ def test_a_follower_waits_for_the_pages_another_is_computing():
     world.run()
     assert second.cached == {"device": 96}
     assert world.runner.prefill_tokens == 100 + 4 + 10
+
+
+def test_a_follower_waits_for_the_shared_pages_alone():
+    """The leader's prompt is long; what the follower shares of it is stored by the third chunk, and it is more urgent."""
+    world = World(num_pages=1000, prefill_tokens=32, slot_tokens=16_000)
+    leader = world.add([5] * 96 + [1] * 8000, 4)[0]
+    world.scheduler.step()
+    follower = world.add([5] * 96 + [2] * 40, 4, priority=-1)[0]
+    while not follower.finished:
+        world.scheduler.step()
+    assert follower.cached == {"device": 96}
+    assert leader.stored < 96 + 32 * 12 and leader.first_token_at is None
+    world.run()
+    assert world.runner.prefill_tokens == 96 + 8000 + 40
+
+
+def test_followers_of_followers_and_of_those_who_gave_up():
+    """Each shares a page more with the one before; some leaders are aborted in the middle of their prompts."""
+    world = World(num_slots=4, num_pages=1000, prefill_tokens=16)
+    sequences = [world.add([7] * (P * (i + 1)) + [i] * 200, 3)[0] for i in range(12)]
+    for i in (0, 3, 4):
+        for _ in range(3):
+            world.scheduler.step()
+        for one in world.scheduler.abort(sequences[i].id):
+            one.track.finish_reason = "abort"
+    world.run()
+    assert [one.track.finish_reason for one in sequences].count("length") >= 9
+    assert world.scheduler.promised_pages == 0
+
+
+def test_waiting_for_a_long_prompt_costs_nothing():
+    """16 followers of 20,000 tokens: a step looks none of them up again."""
+    world = World(num_slots=32, num_pages=3000, prefill_tokens=64, slot_tokens=30_000)
+    for i in range(17):
+        world.add([5] * 20_000 + [i] * 40, 4)
+    times = []
+    for _ in range(60):
+        started = time.process_time()
+        world.scheduler.step()
+        times.append(time.process_time() - started)
+    assert world.scheduler.num_running == 1 and world.scheduler.num_waiting == 16
+    assert float(np.median(times[5:])) < 0.5e-3
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+def test_at_most_two_prefills_are_in_flight(decoding):
+    """However long a prompt, the device is never so far ahead that somebody new would wait for it."""
+    world = World(num_pages=1000, prefill_tokens=32)
+    runner, flying, most = world.runner, 0, 0
+    prefill, read = runner.prefill, runner.read_prefill
+
+    def counted_prefill(chunks):
+        nonlocal flying, most
+        flying += 1
+        most = max(most, flying)
+        return prefill(chunks)
+
+    def counted_read(ticket):
+        nonlocal flying
+        flying -= 1
+        return read(ticket)
+
+    runner.prefill, runner.read_prefill = counted_prefill, counted_read
+    if decoding:
+        world.add([1] * 10, 300)
+    world.add([2] * 3000, 2)
+    world.run()
+    assert (most, flying) == (2 - decoding, 0)
+
+
+def test_chunks_go_by_priority():
+    world = World(num_pages=1000, prefill_tokens=32)
+    slow = world.add([1] * 2000, 4)[0]
+    for _ in range(5):
+        world.scheduler.step()
+    urgent, later = world.add([2] * 500, 4, priority=-5)[0], world.add([3] * 500, 4)[0]
+    ends = []
+    while not world.scheduler.is_idle:
+        ends += [one.id for one, event in world.scheduler.step() if event.finish_reason]
+    assert ends == [urgent.id, slow.id, later.id]
+
+
+def test_a_chunk_with_nan_is_not_published():
+    """The second chunk and all behind it are bad: the first one's pages can be found, no others."""
+    world = World(prefill_tokens=32)
+    runner, calls = world.runner, iter(range(100))
+    read = runner.read_prefill
+    runner.read_prefill = lambda ticket: [next(calls) < 1 and ok for ok in read(ticket)]
+    world.add([1] * 100, 4)
+    while not world.scheduler.is_idle:
+        world.scheduler.step()
+        if world.scheduler.num_running:
+            assert world.cache.match(FINGERPRINT, [1] * 100).num_tokens <= 32
+    world.cache.check()
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+def test_the_cost_of_recomputing_is_that_of_prefill(decoding):
+    costs = CostModel(s_per_cached_token=0.0)
+    world = World(num_pages=2000, prefill_tokens=128, costs=costs)
+    if decoding:
+        world.add([1] * 10, 300)
+        for _ in range(4):
+            world.scheduler.step()
+    world.add(list(range(3000)), 2)
+    world.run()
+    assert world.scheduler.recompute_s_per_token == pytest.approx(costs.s_per_prefill_token, rel=0.05)
+
+
+def test_the_plans_reserve_is_kept_for_every_sequence():
+    """Overcommitted, but each has the plan's 6 pages for itself: nobody who stays within them is preempted."""
+    page = 2**20
+    plan = CapacityPlan(
+        memory_gib=1, weights_gib=0.1, activations_gib=0.1, runtime_and_fragmentation_gib=0.1, kv_budget_gib=40 * page / GIB,
+        max_context_tokens=400, max_active_sequences=6, reserve_per_sequence_gib=6 * page / GIB, low_watermark_gib=2 * page / GIB,
+    )  # fmt: skip
+    world = World(num_slots=8, num_pages=41, plan=plan, page_bytes=page, overcommit=True)
+    for i in range(12):
+        world.add([i] * 20, 70)
+    most = 0
+    while not world.scheduler.is_idle:
+        world.scheduler.step()
+        most = max(most, world.scheduler.num_running)
+    assert most == 6
+    assert sum(world.metrics.summary()["num_preemptions"].values()) == 0
 
 
 def test_an_aborted_leader_does_not_hold_its_followers_back():
