@@ -121,21 +121,24 @@ def _sweep():
         )  # fmt: skip
 
 
-SWEEP = list(_sweep())
-# Each G and each H of the sweep, with another of the other.
-DIAGONAL = [shape for i, shape in enumerate(SWEEP) if i % 5 == i // 5 % 5]
+def _diagonals(*offsets):
+    """Each G and each H of the sweep, each G with as many H as there are offsets."""
+    return [shape for i, shape in enumerate(_sweep()) if (i - i // 5) % 5 in offsets]
 
 
+# All 50 pairs say no more: G and H are plain dims of a product, and what compiles takes 4 s each.
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SWEEP, ids=str)
+@pytest.mark.parametrize("shape", _diagonals(0, 2), ids=str)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_every_group_with_every_head_size(shape, data):
+def test_every_group_with_two_head_sizes(shape, data):
     agrees(XLA, shape, data)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("implementation", "shape"), pairs(DIAGONAL, implementations=IMPLEMENTATIONS_UNDER_TEST[1:]), ids=label)
+@pytest.mark.parametrize(
+    ("implementation", "shape"), pairs(_diagonals(0), implementations=IMPLEMENTATIONS_UNDER_TEST[1:]), ids=label
+)
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_every_group_and_every_head_size(implementation, shape, data):

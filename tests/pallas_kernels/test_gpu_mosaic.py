@@ -103,7 +103,7 @@ def test_decode_is_attention():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "blocks"), CASES, ids=lambda x: str(x) if isinstance(x, Shape) else "")
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)  # 3 s each, in threads of its interpreter
 @given(data=st.data())
 def test_decode_is_attention_often(shape, blocks, data):
     check_drawn(shape, blocks, data)

@@ -189,7 +189,8 @@ def names(*quick: str) -> list:
 def test_equals_the_oracle_whatever_the_lengths(name):
     case = CASES[name]
 
-    @settings(max_examples=12, deadline=None, derandomize=True)
+    # The rule's blocks are wide, and their copies page by page take the interpreter 5 s an example.
+    @settings(max_examples=4 if name == "rules" else 12, deadline=None, derandomize=True)
     @given(_corner(case))
     def run(drawn):
         lengths, chunk_lengths, window, seed = drawn
