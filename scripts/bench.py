@@ -97,12 +97,12 @@ def _measure(report) -> dict:
 
     import jaxkv
     from jaxkv.io.cache import use_compilation_cache
-    from scripts._bandwidth import Reader
+    from jaxkv.research.traffic import Reader
 
     use_compilation_cache()
     model = jaxkv.load_model(FLAGS.model, dtype=FLAGS.dtype, weights=FLAGS.weights, report=report)
     report("compiling, and a round that does not count")
-    reader = Reader()
+    reader = Reader(_script.num_cores())
     rounds = [_round(model, peer, cases, reader, i) for i in _counted(FLAGS.repeats, report)][1:]
     return {
         "model": FLAGS.model,
@@ -193,7 +193,7 @@ def _summary(case: Case, turns: list[Turn]) -> dict:
 
 def _traffic(model, case: Case, turns: list[Turn], read_gb_s: list[float]) -> dict:
     """Bytes a decode step reads, the rates they mean, and the median fraction of the read bandwidth measured beside each round."""
-    from scripts._bandwidth import kv_bytes, weight_bytes
+    from jaxkv.research.traffic import kv_bytes, weight_bytes
 
     weights = weight_bytes(model, FLAGS.batch)
     # The first decode step sees the prompt and one token; the others one more each.

@@ -1,4 +1,4 @@
-"""What a decode step has to read, and how fast this machine reads: for `bench.py`."""
+"""What a decode step has to read, and how fast this machine reads."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxkv
+from jaxkv.kv.state import KVState
+from jaxkv.loading import Model
 from jaxkv.model.linear import Experts, Linear
-from scripts._script import num_cores
+from jaxkv.state import init_state
 
 _BUFFER_BYTES = 1 << 30  # well over any last-level cache
 _PASSES = 4
 
 
 class Reader:
-    """Reads one large device buffer, again and again. On CPU two ways, since which is faster depends on the machine."""
+    """Reads one large device buffer, again and again. On CPU two ways, since which is faster depends on the machine.
 
-    def __init__(self):
+    Args:
+      threads: of the host, that read beside each other in one of them.
+    """
+
+    def __init__(self, threads: int):
         # Maxima, because they compute least per byte; of bytes in XLA, of f32 in numpy with a thread a core.
         buffer = jax.block_until_ready(jnp.ones((1 << 16, _BUFFER_BYTES >> 16), jnp.uint8))
         on_cpu = jax.default_backend() == "cpu"
@@ -29,8 +34,8 @@ class Reader:
         self._nbytes = buffer.nbytes
         self._readers = [lambda: read(buffer).block_until_ready()]
         if on_cpu:
-            parts = np.array_split(np.asarray(buffer).view(np.float32).reshape(-1), num_cores())
-            pool = ThreadPoolExecutor(num_cores())
+            parts = np.array_split(np.asarray(buffer).view(np.float32).reshape(-1), threads)
+            pool = ThreadPoolExecutor(threads)
             self._readers.append(lambda: list(pool.map(np.max, parts)))
         self.gb_s()
 
@@ -44,7 +49,7 @@ class Reader:
         return self._nbytes / best / 1e9
 
 
-def weight_bytes(model, rows: int) -> int:
+def weight_bytes(model: Model, rows: int) -> int:
     """Bytes of weights one decode step of so many rows reads. Tables that are only looked up count for their rows alone."""
     params, config = dict(model.params), model.config
     total = 0
@@ -62,16 +67,21 @@ def weight_bytes(model, rows: int) -> int:
     return total
 
 
-def kv_bytes(model, rows: int, tokens: float, kv_dtype: str | None = None) -> int:
+def kv_bytes(model: Model, rows: int, tokens: float, kv_dtype: str | None = None) -> int:
     """Bytes of keys and values that one decode step reads when every row holds so many tokens; a window's layers read less.
 
     Scales of an 8-bit pool count, one a token and head; what a backend pads does not.
     """
     config = model.config
-    kv = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=1, kv_dtype=kv_dtype).kv
+    kv = init_state(model, num_slots=1, max_tokens_per_slot=1, kv_dtype=kv_dtype).kv
     vector = config.head_dim * kv.k_pages.dtype.itemsize + (0 if kv.kv_scales is None else 4)
     seen = sum(min(tokens, window) if window else tokens for window in config.layer_windows)
     return round(2 * rows * seen * config.num_kv_heads * vector)
+
+
+def stored_kv_bytes_per_token(kv: KVState) -> float:
+    """Bytes of memory that a token's keys and values take in full pages, with scales and what a backend pads."""
+    return kv.nbytes / (kv.page_size * kv.refcounts.shape[0])
 
 
 def _nbytes(array) -> int:

@@ -9,8 +9,8 @@ import pytest
 import run_script
 
 import jaxkv
+from jaxkv.research.traffic import kv_bytes, weight_bytes
 from scripts import _peers
-from scripts._bandwidth import kv_bytes, weight_bytes
 
 # The shapes of test_generate_script's three prompts, so that nothing is compiled for these: 3 slots of 256 tokens.
 SMALL = ("--context=12", "--new_tokens=244", "--repeats=2", "--batch=3")
