@@ -17,7 +17,7 @@ from typing import Any
 from jaxkv.planning import memory
 from jaxkv.planning.compiled_steps import STEPS, CompiledStep, DoesNotFit
 from jaxkv.planning.deployment import Deployment
-from jaxkv.planning.shapes import shape_of
+from jaxkv.planning.shapes import first_layers, shape_of
 
 # (sequences, context in tokens); the largest first, because it is the one that may not fit.
 GRID = ((8, 8192), (8, 2048))
@@ -141,8 +141,7 @@ def cut(d: Deployment, layers: int) -> Deployment:
     """Returns the deployment of the model's first layers alone."""
     config = d.model.config
     assert config is not None
-    fields = {name: getattr(config, name)[:layers] for name in ("layer_windows", "layer_ropes", "moe_layers")}
-    return d.change(model=shape_of(dataclasses.replace(config, num_layers=layers, **fields), d.model.name))
+    return d.change(model=shape_of(first_layers(config, layers), d.model.name))
 
 
 def compare(d: Deployment, step: CompiledStep) -> Iterator[Line]:

@@ -19,10 +19,11 @@ from jaxkv.model.decoder import Kernels
 from jaxkv.model.params import Storage, abstract_params
 from jaxkv.planning import compilers
 from jaxkv.planning.deployment import Deployment
+from jaxkv.planning.kernel_limits import kernel_device
 from jaxkv.sampling import Sampling
 from jaxkv.state import Static
 from jaxkv.steps import Loop, Pools, step
-from pallas_kernels import DEVICES, check_implementation, default_device
+from pallas_kernels import check_implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +96,7 @@ STEPS: dict[str, Callable[[Deployment, int, int], CompiledStep]] = {"prefill": p
 
 
 def _kernels(d: Deployment) -> Kernels:
-    """Those of that chip; of a modest device of its kind where the chip is the user's own."""
-    return Kernels(device=DEVICES.get(d.chip.name) or default_device(d.chip.platform))
+    return Kernels(device=kernel_device(d))
 
 
 def _arguments(d: Deployment, sequences: int, context: int) -> tuple[dict, Pools, Ownership]:

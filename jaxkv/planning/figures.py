@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxkv.planning import roofline
 from jaxkv.planning.deployment import Deployment
+from jaxkv.planning.kernel_limits import refusal
 from jaxkv.planning.knobs import chips_for, knobs
 from jaxkv.planning.memory import (
     UNBOUNDED,
@@ -93,6 +94,7 @@ def _fits(d: Deployment) -> dict[str, Any]:
     most, wanted = max_sequences(d), d.sequences or 1
     longest = max_context(d, wanted)
     needed = chips_for(d, max(wanted, 1)) if most < wanted else (d.chips, d.tp)
+    refused = refusal(d, d.sequences or most) if most >= wanted else None
     return {
         "max_sequences": most,
         "max_context_tokens": None if longest >= UNBOUNDED else longest,
@@ -101,6 +103,7 @@ def _fits(d: Deployment) -> dict[str, Any]:
         "requested_fits": most >= wanted,
         "chips_for_requested": needed[0] if needed else None,
         "tensor_parallel_for_requested": needed[1] if needed else None,
+        "kernels_refuse": dataclasses.asdict(refused) if refused else None,
     }
 
 

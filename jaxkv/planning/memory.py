@@ -17,7 +17,7 @@ from jaxkv.buckets import CHUNK_TOKENS
 from jaxkv.io.source import expected_shapes
 from jaxkv.planning.deployment import Deployment
 from jaxkv.planning.plan import CapacityPlan
-from jaxkv.planning.shapes import KV_BYTES, ModelShape
+from jaxkv.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
 from jaxkv.planning.units import GIB, gib
 from pallas_kernels.heads import LANES, pool_heads, scales_shape
 
@@ -63,7 +63,7 @@ def stored_weights_bytes(model: ModelShape, weights: str, platform: str) -> int:
     16-bit and int8 weights other than experts have a second form in bf16.
     """
     if model.config is None:
-        return round(model.weight_bytes(weights))
+        return round(model.num_params * bytes_read_a_weight(weights, platform, model.model_dim))
     total = 0.0
     for (name, _), shape in expected_shapes(model.config).items():
         size = math.prod(shape)
@@ -74,13 +74,16 @@ def stored_weights_bytes(model: ModelShape, weights: str, platform: str) -> int:
     return round(total)
 
 
+def bytes_read_a_weight(weights: str, platform: str, columns: int) -> float:
+    """Returns what reading one weight of a matrix with rows of so many columns costs a step, its part of the row's scales included."""
+    group = _INT8_GROUP if platform == "cpu" and columns % _INT8_GROUP == 0 else columns
+    return WEIGHT_BYTES[weights] + (4 / group if weights == "int8" else 0)
+
+
 def _bytes_a_weight(weights: str, platform: str, columns: int, is_expert: bool = False) -> float:
-    """Returns what one weight of a matrix with rows of so many columns takes, its part of the row's scales included."""
-    if weights == "float32":
-        return 4
-    on_cpu = platform == "cpu"
-    group = _INT8_GROUP if on_cpu and columns % _INT8_GROUP == 0 else columns
-    return (1 + 4 / group if weights == "int8" else 2) + (2 if on_cpu and not is_expert else 0)
+    """Returns what it takes to keep one, in every form."""
+    has_second = platform == "cpu" and weights != "float32" and not is_expert
+    return bytes_read_a_weight(weights, platform, columns) + (2 if has_second else 0)
 
 
 def activations_bytes(d: Deployment) -> int:

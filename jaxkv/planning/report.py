@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from jaxkv.planning.deployment import Deployment
@@ -103,6 +104,11 @@ def _fits(d: Deployment, f: Figures) -> list[str]:
             f"{chips:,} {d.chip.name} with tensor_parallel {tp} do" if chips else f"nor with any tensor_parallel on {d.chip.name}"
         )
         lines.append(f"  not {_count(wanted)} of {d.context:,} tokens: {need}")
+    if refused := f["kernels_refuse"]:
+        takes = [f"{refused['fewer']:,}"] if refused["fewer"] else []
+        takes += [f"{refused['more']:,} and more"] if refused["more"] else []
+        told = f"but the kernels take no pool for just {_count(refused['sequences'])}, only for {' or '.join(takes) or 'none'}: "
+        lines += textwrap.wrap(told + refused["reason"], 120, initial_indent="  ", subsequent_indent="    ")
     return lines
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 
 from jaxkv.planning.deployment import Deployment
-from jaxkv.planning.memory import layer_page_bytes
-from jaxkv.planning.shapes import KV_BYTES, WEIGHT_BYTES
+from jaxkv.planning.memory import bytes_read_a_weight, layer_page_bytes
+from jaxkv.planning.shapes import KV_BYTES
 
 # "The State of FP8 KV-Cache and Attention Quantization in vLLM" (2026), Llama 3.1 8B: what a cached token costs a decode step with
 # fp8 KV against bf16, and the context from which that made up for the fixed cost there.
@@ -55,8 +55,8 @@ def decode_step(d: Deployment, sequences: int, tokens: int | None = None) -> Dec
     """Returns the traffic, intensity and least time of a decode step with `sequences` over all replicas."""
     m, rows, seen = d.model, -(-sequences // d.replicas), attended_tokens(d, tokens or d.context)
     copies = m.kv_params * (d.kv_copies - 1)
-    read = (m.read_params(rows) + copies) * WEIGHT_BYTES[d.weights]
-    lookup = 0 if m.tied else m.embed_params * WEIGHT_BYTES[d.weights]
+    read = (m.read_params(rows) + copies) * _bytes_a_weight(d)
+    lookup = 0 if m.tied else m.embed_params * _bytes_a_weight(d)
     kv = rows * seen * layer_page_bytes(d) / d.P * d.tp
     flop = 2 * rows * (m.active_body_params + m.head_params + copies)
     attention_flop = rows * seen * m.decode_flop_per_key
@@ -78,7 +78,12 @@ def decode_step(d: Deployment, sequences: int, tokens: int | None = None) -> Dec
 
 def compute_bound_rows(d: Deployment) -> float:
     """Returns the rows a replica from which the products with dense weights are bound by arithmetic: the ridge, for 16-bit weights."""
-    return d.chip.ridge_flop_per_byte * WEIGHT_BYTES[d.weights] / 2
+    return d.chip.ridge_flop_per_byte * _bytes_a_weight(d) / 2
+
+
+def _bytes_a_weight(d: Deployment) -> float:
+    """What a step reads of one: nearly all matrices have rows of model_dim, the others longer ones."""
+    return bytes_read_a_weight(d.weights, d.chip.platform, d.model.model_dim)
 
 
 def prefill_seconds(d: Deployment, tokens: int | None = None, cached: int = 0) -> float:
@@ -87,7 +92,7 @@ def prefill_seconds(d: Deployment, tokens: int | None = None, cached: int = 0) -
     new = total - cached
     flop = 2 * new * m.active_body_params + 2 * m.head_params
     flop += m.prefill_flop_per_key * sum(_pairs(total, w) - _pairs(cached, w) for w in m.layer_windows)
-    read = m.read_params(new) * WEIGHT_BYTES[d.weights]
+    read = m.read_params(new) * _bytes_a_weight(d)
     per_device = d.chip.devices_per_chip / d.tp
     return max(flop / (d.chip.matrix_tflops_bf16 * 1e12), read / (d.chip.hbm_gbps * 1e9)) * per_device
 

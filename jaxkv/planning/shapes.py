@@ -8,8 +8,8 @@ import math
 from jaxkv.config import ModelConfig
 from jaxkv.io.source import expected_shapes
 
-# Bytes a weight takes; int8 has one f32 scale for every 32 columns (jaxkv/model/params.py).
-WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 32}
+# Bytes of a weight's number; what int8 adds in scales depends on the platform (`memory.bytes_read_a_weight`).
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
@@ -56,8 +56,8 @@ class ModelShape:
         """Returns 2 * L * K * H * bytes per element: the values alone, once, without padding or scales."""
         return self.num_layers * self.kv_elements_per_token_and_layer * KV_BYTES[kv_dtype]
 
-    def weight_bytes(self, weights: str) -> float:
-        """Returns the bytes of all weights, once."""
+    def weight_bytes(self, weights: str) -> int:
+        """Returns the bytes of all weights' numbers, once."""
         return self.num_params * WEIGHT_BYTES[weights]
 
     @property
@@ -113,6 +113,12 @@ class ModelShape:
         if self.config is None:
             raise ValueError(f"num_kv_heads={num_kv_heads} does not apply to {self.name}: its heads share one latent vector")
         return shape_of(dataclasses.replace(self.config, num_kv_heads=num_kv_heads), f"{self.name}, K {num_kv_heads}")
+
+
+def first_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
+    """Returns the same model without its last layers."""
+    fields = {name: getattr(config, name)[:num_layers] for name in ("layer_windows", "layer_ropes", "moe_layers")}
+    return dataclasses.replace(config, num_layers=num_layers, **fields)
 
 
 def shape_of(config: ModelConfig, name: str) -> ModelShape:

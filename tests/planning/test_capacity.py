@@ -10,6 +10,7 @@ from jaxkv.kv.state import default_page_size, empty_pools
 from jaxkv.planning import CHIPS, PRESETS, Costs, Deployment, capacity_plan, chip, figures, knobs, model_shape, what_if
 from jaxkv.planning.deployment import can_split
 from jaxkv.planning.devices import Chip
+from jaxkv.planning.kernel_limits import refusal
 from jaxkv.planning.knobs import chips_for
 from jaxkv.planning.memory import (
     UNBOUNDED,
@@ -288,3 +289,14 @@ def test_presets_are_about_fifteen_and_all_plan():
             max_sequences(Deployment(model_shape(name), chip("b200"), chips=8, tensor_parallel=1, weights="int8", context=1024))
             >= 0
         )
+
+
+def test_a_pool_that_kernels_refuse_is_told_with_its_neighbours():
+    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"), kv_dtype="int8")
+    found = refusal(d, 8)
+    assert found is not None and (found.sequences, found.fewer, found.more) == (8, 7, 16)
+    assert "2,148,007,936 bytes each" in found.reason  # 2 GiB of keys, and the null page
+    assert [n for n in range(1, 40) if refusal(d, n)] == list(range(8, 16))
+    assert refusal(d.change(kv_dtype="bfloat16"), 8) is None and refusal(d.change(chip=chip("v6e")), 8) is None
+    assert refusal(d.change(chips=2, tensor_parallel=1), 16) == found  # 8 on each replica
+    assert refusal(d.change(page_size=8, chip=chip("v5e")), 1).fewer == 0  # pages of whole tiles, however many

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxkv.planning import CHIPS, PRESETS, CapacityPlan, Deployment, PlanError, chip, decode_step, model_shape
-from jaxkv.planning.memory import device_memory, max_sequences, mean_length_for_waste, pool_bytes, waste_tokens
+from jaxkv.planning.memory import bytes_read_a_weight, device_memory, max_sequences, mean_length_for_waste, pool_bytes, waste_tokens
 from jaxkv.planning.roofline import compute_bound_rows, kv8_break_even_tokens, offload, prefill_seconds
 from jaxkv.planning.shapes import KV_BYTES, ModelShape
 from jaxkv.planning.units import GB, GIB, KIB, MIB
@@ -120,6 +120,15 @@ def test_8_bit_kv_is_half_the_bytes_and_breaks_even():
     assert kv8_break_even_tokens(extra_s, cost_s * (1 - 0.54)) == pytest.approx(7000)
     assert kv8_break_even_tokens(126e-6, 18e-9) == pytest.approx(7000)  # T* = extra fixed time / time saved per token
     assert on_h100().kv_dtype == "bfloat16"  # off by default
+
+
+def test_int8_weights_are_read_with_the_scales_of_their_platform():
+    rows = LLAMA8.model_dim
+    assert bytes_read_a_weight("int8", "gpu", rows) == 1 + 4 / rows  # a scale a row
+    assert bytes_read_a_weight("int8", "cpu", rows) == 1 + 4 / 32
+    step = decode_step(on_h100(weights="int8"), 1)
+    assert step.weights_bytes / LLAMA8.num_params == pytest.approx(1.001, abs=1e-4)
+    assert compute_bound_rows(on_h100(weights="int8")) == pytest.approx(295 / 2, abs=0.5)
 
 
 def test_offload_is_kv_bytes_over_link_bandwidth_and_loses_below_one():
