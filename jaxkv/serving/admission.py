@@ -21,11 +21,9 @@ from jaxkv.serving.ladder import Rung, default_rungs
 
 @dataclasses.dataclass(frozen=True)
 class Accept:
-    """May be queued, with the last `prompt_tokens` of its prompt's tokens."""
+    """May be queued, with the last `prompt_tokens` of its prompt's tokens: all of them unless it allows truncation."""
 
     prompt_tokens: int
-    dropped_tokens: int  # from the beginning (left); 0 unless the request allows it
-    pages: int  # reserved for it as a whole, its samples' included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +124,15 @@ class Admission:
             way_out = "even one prompt token is too many" if allow_truncation else "or allow_truncation"
             message = f"{refusal.message}: shorten the prompt, ask for fewer new tokens or samples, {way_out}"
             return dataclasses.replace(refusal, message=message)
-        longest = self.rungs[ladder_level].longest_context_tokens
+        rung = self.rungs[ladder_level]
+        longest = rung.longest_context_tokens
         if longest is not None and kept + max_new_tokens > longest:
             return Refuse(
                 "ladder",
-                f"pages are short (ladder level {ladder_level}): new contexts are limited to {longest} tokens, and prompt {kept} +"
+                f"pages are short (ladder level {ladder_level}, {rung.name}): new contexts are limited to {longest} tokens, and prompt {kept} +"
                 f" max_new_tokens {max_new_tokens} is {kept + max_new_tokens}; try again later, or with fewer",
             )
-        return Accept(kept, prompt_tokens - kept, self.pages_for(kept, max_new_tokens, n))
+        return Accept(kept)
 
     def _never(self, prompt_tokens: int, max_new_tokens: int, n: int) -> Refuse | None:
         """Why a request could not start on an idle engine; None: it could."""

@@ -1,8 +1,9 @@
 """Pages in files of one folder, which several processes may share and which outlives them.
 
 A file appears whole or not at all, and its name is its page's key in hex. Files of other processes come and go at any time: what is
-known about the folder here is only a memory of it, and a file is judged each time it is read. Its modification time says when it was
-last used, to every process.
+known about the folder here is only a memory of it, brought up to date by `refresh`, and a file is judged each time it is read. Its
+modification time says when it was last used, to every process. `in`, `nbytes` and `num_pages` answer from memory; everything else may
+wait for the disk, and is for a tier's own threads.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class DiskTier:
 
     Args:
       folder: created with mode 0700; one that exists must have it.
-      capacity_bytes: of files. Processes that share the folder see each other's files now and then, so that it may hold a
+      capacity_bytes: of files. Processes that share the folder count each other's files now and then, so that it may hold a
         sixteenth more for each.
       secret: the server's; files written under another are misses.
       level: zstd's.
@@ -108,8 +109,28 @@ class DiskTier:
         return len(self._files)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a file of this name exists, as far as is known; its content is judged when it is loaded."""
-        return key in self._files or self._look(key)
+        """Whether a file of this name exists, as far as memory knows; its content is judged when it is loaded."""
+        return key in self._files
+
+    def refresh(self) -> None:
+        """Learns which files others have written or removed since. Reads the folder's names, and looks at new files only."""
+        with self._lock:
+            before, here = set(self._files), set()
+        try:
+            with os.scandir(self.folder) as entries:
+                for entry in entries:
+                    if match := _NAME.fullmatch(entry.name):
+                        here.add(bytes.fromhex(match[1]))
+        except OSError as error:
+            self._failed(error, pages=0)
+            return
+        for key in before - here:  # what was written while the names were read may not be among them: it was not known before
+            self._forget(key)
+        found = {key: file for key in here - before if (file := self._stat(key)) is not None}
+        with self._lock:
+            for key in sorted(found, key=lambda key: found[key].used_ns):
+                if key not in self._files:
+                    self._add(key, found[key])
 
     def store(self, record: PageRecord) -> bool:
         """Writes a page, if its file is not there already; returns whether it is now. A failure is counted and logged once."""
@@ -151,11 +172,13 @@ class DiskTier:
         except FileNotFoundError:
             reason = "vanished" if self._forget(key) else "absent"
         except OSError:
+            self._forget(key)  # a later refresh finds it again, if it is a file by then
             reason = "io"
         if reason is not None:
             self.counts.miss(reason)
             return None
-        self.touch([key])
+        if not self.touch([key]):
+            self._look(key)
         self.counts.event("hit")
         return data
 
@@ -238,15 +261,21 @@ class DiskTier:
 
     def _look(self, key: bytes) -> bool:
         """Whether a page's file is in the folder now, whatever was known before; another process may have written or removed it."""
-        try:
-            stat = os.stat(self._path(key), follow_symlinks=False)
-        except OSError:
+        file = self._stat(key)
+        if file is None:
             self._forget(key)
             return False
         with self._lock:
             if key not in self._files:
-                self._add(key, _File(stat.st_size, stat.st_mtime_ns))
+                self._add(key, file)
         return True
+
+    def _stat(self, key: bytes) -> _File | None:
+        try:
+            stat = os.stat(self._path(key), follow_symlinks=False)
+        except OSError:
+            return None
+        return _File(stat.st_size, stat.st_mtime_ns)
 
     def _add(self, key: bytes, file: _File) -> None:
         old = self._files.pop(key, None)

@@ -64,6 +64,9 @@ class HostTier:
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
 
+    def refresh(self) -> None:
+        """Nobody else stores here."""
+
     def store(self, record: PageRecord) -> bool:
         """Copies a page in, if it is not there already; returns whether it is now."""
         if self.touch([record.key]):

@@ -15,11 +15,6 @@ class Rung:
     ttl_factor: float = 1.0  # times of reusable pages in the prefix cache are multiplied by this
     queues_only: bool = False  # new requests wait, none starts
 
-    @property
-    def rejects_long_contexts(self) -> bool:
-        """Whether new requests can be refused for their length."""
-        return self.longest_context_tokens is not None
-
 
 def default_rungs(max_context_tokens: int) -> tuple[Rung, ...]:
     """Returns levels 0 to 3; long is more than a quarter of the longest. Each level keeps what those below it do."""

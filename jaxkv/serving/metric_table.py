@@ -6,13 +6,18 @@ Names and buckets follow vLLM's V1 metrics where it has the same quantity, under
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Literal
+
+from jaxkv.serving.tier_counts import FAILURES, MISSES
 
 # Labels have closed sets of values: nothing that a user sends, such as a tenant's name, can become one.
 FINISH_REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("invalid", "too_long", "never_fits", "ladder", "draining")
 CONTEXT_REJECTIONS = ("too_long", "never_fits", "ladder")  # those that a shorter request would not have met
 TIERS = ("device", "host", "disk")
+LOWER_TIERS = TIERS[1:]
+HOLD_OUTCOMES = ("delivered", "undelivered", "expired")
 PREEMPTIONS = ("swap", "recompute")
 PAGE_STATES = ("free", "active", "reusable", "held")
 
@@ -34,22 +39,22 @@ class Metric:
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
     meaning: str
-    label: str | None = None
-    values: tuple[str, ...] = ("",)  # of the label; all of them are exported from the start
+    labels: tuple[str, ...] = ()
+    values: tuple[tuple[str, ...], ...] = ()  # of each label; all combinations are exported from the start
     bounds: tuple[float, ...] = ()  # of a histogram's buckets
 
     @property
-    def exported_name(self) -> str:
-        """The name as Prometheus stores it (of a histogram: without _bucket, _sum, _count)."""
-        return f"jaxkv_{self.name}" + "_total" * (self.kind == "counter")
+    def combinations(self) -> list[tuple[str, ...]]:
+        """The labels' values, together; without labels one that is empty."""
+        return list(itertools.product(*self.values))
 
 
-def _counter(name: str, unit: str, meaning: str, label: str | None = None, values: tuple[str, ...] = ("",)) -> Metric:
-    return Metric(name, "counter", unit, meaning, label, values)
+def _counter(name: str, unit: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
+    return Metric(name, "counter", unit, meaning, tuple(labels), tuple(labels.values()))
 
 
-def _gauge(name: str, unit: str, meaning: str, label: str | None = None, values: tuple[str, ...] = ("",)) -> Metric:
-    return Metric(name, "gauge", unit, meaning, label, values)
+def _gauge(name: str, unit: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
+    return Metric(name, "gauge", unit, meaning, tuple(labels), tuple(labels.values()))
 
 
 def _histogram(name: str, unit: str, meaning: str, bounds: tuple[float, ...]) -> Metric:
@@ -60,21 +65,30 @@ METRICS = (
     _gauge("num_requests_running", "requests", "that hold a row of the batch"),
     _gauge("num_requests_waiting", "requests", "in the queue, preempted ones included"),
     _gauge("kv_cache_usage_perc", "share, 0 to 1", "active and held pages of all usable pages"),
-    _gauge("kv_cache_pages", "pages", "pages in each state; held: a result's delivery is unknown", "state", PAGE_STATES),
+    _gauge("kv_cache_pages", "pages", "pages in each state; held: a result's delivery is unknown", state=PAGE_STATES),
     _gauge("block_fragmentation", "share, 0 to 1", "unused of the token slots in allocated pages, each physical page once"),
     _gauge("ladder_level", "level, 0 to 3", "rung of the pressure ladder"),
     _gauge("tenants_over_quota", "tenants", "tenants that hold more pages than their quota"),
     _counter("requests_received", "requests", "submitted, rejected ones included"),
-    _counter("requests_rejected", "requests", "refused on arrival, by reason", "reason", REJECTIONS),
+    _counter("requests_rejected", "requests", "refused on arrival, by reason", reason=REJECTIONS),
     _counter("requests_admitted", "requests", "started, each once however often it is preempted"),
-    _counter("request_success", "requests", "finished, by reason", "finished_reason", FINISH_REASONS),
-    _counter("num_preemptions", "preemptions", "running requests that were put back in the queue", "kind", PREEMPTIONS),
+    _counter("request_success", "requests", "finished, by reason", finished_reason=FINISH_REASONS),
+    _counter("num_preemptions", "preemptions", "running requests that were put back in the queue", kind=PREEMPTIONS),
     _counter("prompt_tokens", "tokens", "prompt tokens of admitted requests, cached ones included"),
     _counter("generation_tokens", "tokens", "tokens generated"),
     _counter("prefix_cache_queries", "tokens", "prompt tokens looked up in the prefix cache, once a request"),
     _counter("prefix_cache_hits", "tokens", "prompt tokens found there, in any tier"),
-    _counter("cached_tokens", "tokens", "the hits, by the tier they came from", "tier", TIERS),
+    _counter("cached_tokens", "tokens", "the hits, by the tier they came from", tier=TIERS),
     _counter("evicted_pages", "pages", "reusable pages that were evicted"),
+    _counter("holds", "holds", "holds on a sequence's pages that ended, by how", outcome=HOLD_OUTCOMES),
+    _gauge("tier_pages", "pages", "pages that a tier below the device holds", tier=LOWER_TIERS),
+    _gauge("tier_bytes", "bytes", "their bytes there", tier=LOWER_TIERS),
+    _gauge("tier_load_bytes_per_second", "bytes a second", "how fast it gave pages back of late", tier=LOWER_TIERS),
+    _counter("tier_stored_pages", "pages", "pages stored there", tier=LOWER_TIERS),
+    _counter("tier_loaded_pages", "pages", "pages that came back from there", tier=LOWER_TIERS),
+    _counter("tier_evicted_pages", "pages", "pages that left for others' room", tier=LOWER_TIERS),
+    _counter("tier_misses", "pages", "pages that it was asked for and did not give", tier=LOWER_TIERS, reason=MISSES),
+    _counter("tier_failures", "pages", "pages that it did not keep", tier=LOWER_TIERS, reason=FAILURES),
     _counter("kv_read_bytes", "bytes", "keys and values read by decode steps"),
     _counter("kv_read_seconds", "seconds", "time of those steps"),
     _histogram("time_to_first_token_seconds", "seconds", "from submission to the first token", _TTFT_S),

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from jaxkv.serving.distribution import Distribution
-from jaxkv.serving.metric_table import CONTEXT_REJECTIONS, FINISH_REASONS, METRICS, PAGE_STATES, PREEMPTIONS, REJECTIONS, TIERS
+from jaxkv.serving.metric_table import (
+    CONTEXT_REJECTIONS,
+    FINISH_REASONS,
+    LOWER_TIERS,
+    METRICS,
+    PAGE_STATES,
+    PREEMPTIONS,
+    REJECTIONS,
+    TIERS,
+)
 
 _QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _SUMMARISED = {
@@ -22,6 +31,15 @@ _SUMMARISED = {
     "e2e": "e2e_request_latency_seconds",
     "queue": "request_queue_time_seconds",
 }
+
+
+class WatchedTiers(Protocol):
+    """What is read of `Tiers`, each by tier."""
+
+    def counts(self) -> Mapping[str, Mapping[str, Mapping[str, int]]]: ...
+    def num_pages(self) -> Mapping[str, int]: ...
+    def nbytes(self) -> Mapping[str, int]: ...
+    def bytes_per_s(self) -> Mapping[str, float]: ...
 
 
 class Metrics:
@@ -35,13 +53,30 @@ class Metrics:
         """`registry`: the CollectorRegistry to appear in; None: one of its own. `labels`: fixed ones, such as vLLM's model_name."""
         self._lock = threading.Lock()
         self._labels = dict(labels or {})
-        self._values: dict[str, dict[str, float]] = {m.name: dict.fromkeys(m.values, 0) for m in METRICS if not m.bounds}
+        # By the values of the labels, joined by commas; "" without labels.
+        self._values: dict[str, dict[str, float]] = {
+            m.name: {",".join(labels): 0 for labels in m.combinations} for m in METRICS if not m.bounds
+        }
         self._distributions = {m.name: Distribution(m.bounds) for m in METRICS if m.bounds}
         self._sums = dict.fromkeys(("steps", "usage", "allocated_slots", "used_slots"), 0.0)  # over all calls of gauges()
         self._peak_usage = 0.0
+        self._tiers: WatchedTiers | None = None
+        self._holds: Callable[[], Mapping[str, int]] = dict
         self._registry = registry
         if registry is not None:
             registry.register(self)
+
+    def watch(self, tiers: WatchedTiers | None, holds: Callable[[], Mapping[str, int]]) -> None:
+        """Says where the counts of tiers and (by outcome) of holds are. They are read when somebody reads these metrics, so that a
+        step costs nothing for them.
+
+        Raises:
+          ValueError: a tier of another name than LOWER_TIERS.
+        """
+        for name in tiers.nbytes() if tiers is not None else ():
+            _check_label("tier", name, LOWER_TIERS)
+        with self._lock:
+            self._tiers, self._holds = tiers, holds
 
     def queued(self, count: int = 1) -> None:
         """Requests were submitted and wait now. A submission is counted here or by `rejected`, not by both."""
@@ -121,7 +156,7 @@ class Metrics:
             self._add("num_preemptions", 1, kind)
 
     def evicted(self, num_pages: int) -> None:
-        """Reusable pages were evicted."""
+        """Reusable pages were evicted; one that had several entries in the index is one page."""
         with self._lock:
             self._add("evicted_pages", num_pages)
 
@@ -147,7 +182,8 @@ class Metrics:
         over_quota_tenants: int = 0,
         in_step: bool = True,
     ) -> None:
-        """The state now; the means of `summary` are over the states after steps (`in_step`). Slots are token slots of active pages, each physical page once; a used one holds a token."""
+        """The state now; the means of `summary` are over the states after steps (`in_step`). Slots are token slots of active pages,
+        each physical page once; a used one holds a token."""
         pages = (free_pages, active_pages, reusable_pages, held_pages)
         if min(running, waiting, ladder_level, over_quota_tenants, *pages) < 0 or not 0 <= used_slots <= allocated_slots:
             counts = f"{running=}, {waiting=}, {pages=}, {used_slots=}, {allocated_slots=}, {ladder_level=}, {over_quota_tenants=}"
@@ -175,6 +211,7 @@ class Metrics:
         Quantiles (`ttft_p50_s` ... `queue_p99_s`) are within 0.5 %. `block_fragmentation` and `kv_cache_usage_mean` are means over
         all calls of `gauges`, the former weighted by what was allocated; rates are shares from 0 to 1, GB are 10^9 bytes.
         """
+        tiers, holds = self._tiers, self._holds
         with self._lock:
             values, sums = self._values, self._sums
             result: dict[str, Any] = {
@@ -195,6 +232,8 @@ class Metrics:
                 "kv_cache_usage_mean": _ratio(sums["usage"], sums["steps"]),
                 "kv_cache_usage_peak": self._peak_usage,
                 "kv_read_gbps": _ratio(read_bytes / 1e9, read_s),
+                "holds": dict(holds()),
+                "tiers": {} if tiers is None else tiers.counts(),
             }
 
     @property
@@ -216,19 +255,40 @@ class Metrics:
         names, fixed = list(self._labels), list(self._labels.values())
         families = []
         with self._lock:
+            self._read_watched()
             for metric in METRICS:
-                labels = names + [metric.label] if metric.label else names
-                family = classes[metric.kind](f"jaxkv_{metric.name}", f"{metric.meaning} ({metric.unit})", labels=labels)
+                meaning, labels = f"{metric.meaning} ({metric.unit})", names + list(metric.labels)
+                family = classes[metric.kind](f"jaxkv_{metric.name}", meaning, labels=labels)
                 if metric.bounds:
                     seen = self._distributions[metric.name]
                     family.add_metric(fixed, seen.buckets(), seen.sum)
                 else:
-                    for label, value in self._values[metric.name].items():
-                        family.add_metric(fixed + [label] if metric.label else fixed, value)
+                    for values in metric.combinations:
+                        family.add_metric(fixed + list(values), self._values[metric.name][",".join(values)])
                 families.append(family)
         return iter(families)
 
     describe = collect  # registering a second Metrics in one registry is then refused
+
+    def _read_watched(self) -> None:
+        """Takes in what tiers and holds counted themselves."""
+        values = self._values
+        for outcome, count in self._holds().items():
+            values["holds"][outcome] = count
+        if self._tiers is None:
+            return
+        for name, gauge in (
+            ("tier_pages", self._tiers.num_pages()),
+            ("tier_bytes", self._tiers.nbytes()),
+            ("tier_load_bytes_per_second", self._tiers.bytes_per_s()),
+        ):
+            values[name].update(gauge)
+        for tier, counts in self._tiers.counts().items():
+            for name, event in (("tier_stored_pages", "store"), ("tier_loaded_pages", "hit"), ("tier_evicted_pages", "evict")):
+                values[name][tier] = counts["events"].get(event, 0)
+            for name, kind in (("tier_misses", "misses"), ("tier_failures", "failures")):
+                for reason, count in counts[kind].items():
+                    values[name][f"{tier},{reason}"] = count
 
     def _add(self, name: str, amount: float = 1, label: str = "") -> None:
         if not amount >= 0:

@@ -34,6 +34,11 @@ class Receipt:
         """Returns the receipt as what the json module takes."""
         return dataclasses.asdict(self)
 
+    def restored(self, is_public: bool) -> Receipt:
+        """Returns the receipt once pages came back from a tier, the operator's public ones or the tenant's own."""
+        gates = self.gates | {"cross_tenant": "public"} if is_public else self.gates
+        return dataclasses.replace(self, gates=gates, decision="reuse")
+
 
 def make_receipt(
     fingerprint: Fingerprint,

@@ -1,7 +1,8 @@
 """A request trace through the scheduler on a simulated device: what a policy or a pool size does to real traffic.
 
 A trace names prompts by blocks: equal ids at the head of two lists are equal prefixes (the form that the Mooncake paper published).
-One block is one page here; its tokens are its id, repeated (negated, so that no answer's tokens are any block's), so that hashing, comparing and evicting are those of the real engine.
+One block is one page here; its tokens are its id, repeated (negated, so that no answer's tokens are any block's), so that hashing,
+comparing and evicting are those of the real engine.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class _Replay:
         self.scheduler.add(SequenceGroup([one], arrived))
 
     def _on_evict(self, evicted: Sequence[Evicted]) -> None:
-        self.metrics.evicted(len(evicted))
+        self.metrics.evicted(len({one.page for one in evicted}))
         if self.restores is not None:
             self.restores.on_evict(evicted)
 
@@ -209,6 +210,7 @@ class _Replay:
             "policy": self.config.policy,
             "block_hit_rate": sum(self.hit_blocks.values()) / max(self.looked_up_blocks, 1),
             "block_hit_rate_by_tier": {tier: hits / max(self.looked_up_blocks, 1) for tier, hits in self.hit_blocks.items()},
+            "tier_loaded_pages": self.tiers.loaded_pages,
             "simulated_s": end_s,
             "device_busy_share": runner.busy_s / max(end_s, 1e-9),
             "prefill_tokens": runner.prefill_tokens,

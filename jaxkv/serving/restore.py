@@ -2,26 +2,32 @@
 
 Out: what the page cache evicts, and what a preempted sequence will want again. Back: the pages that continue a prompt's match, when
 loading them is measured to be faster than computing them. Both beside the steps; a sequence waits for its own pages only.
+
+A prompt is looked for under two fingerprints: the request's own, and that of the operator's public pages, whose right to be read is
+everybody's and which is else the same. What comes back is published under the request's own.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 from collections.abc import Sequence as Many
 from typing import Any
 
 import numpy as np
 
+from jaxkv.serving.fingerprint import Fingerprint, iter_page_keys
 from jaxkv.serving.match import Match
 from jaxkv.serving.page_cache import PageCache
 from jaxkv.serving.page_data import KEY_BYTES, PageData, PageRecord
 from jaxkv.serving.page_states import Evicted
 from jaxkv.serving.runner import Runner
 from jaxkv.serving.sequence import Sequence
+from jaxkv.serving.tier_choice import NO_RUN, Run
 from jaxkv.serving.tiers import Tiers
 
-# Pages of one store: a long sequence's go in several, so that a tier with little room takes a part.
+# Pages of one store at most: a long sequence's go in several, so that a tier with little room takes a part.
 _STORED_TOGETHER = 64
 
 
@@ -33,29 +39,32 @@ class _Load:
     future: concurrent.futures.Future[list[PageData]]
     tier: str
     first_page: int  # logical
+    is_public: bool  # they are the operator's
 
 
 class Restores:
     """Moves pages for a scheduler.
 
+    Args:
+      secret: the cache's, under which the keys of public pages are made; None: those are not brought back.
+
     Attributes:
       recompute_s_per_token: what computing a prompt's token takes, as measured; 0: not known yet, so nothing is moved.
     """
 
-    def __init__(self, tiers: Tiers, cache: PageCache, runner: Runner):
-        self._tiers, self._cache, self._runner = tiers, cache, runner
+    def __init__(self, tiers: Tiers, cache: PageCache, runner: Runner, secret: bytes | None = None):
+        self._tiers, self._cache, self._runner, self._secret = tiers, cache, runner, secret
         self._loads: dict[int, _Load] = {}  # by owner
         self.recompute_s_per_token = 0.0
 
     def on_evict(self, evicted: Many[Evicted]) -> None:
         """Stores pages that leave the device, unless bringing them back would take longer than computing them."""
-        if self._pays(1):
-            self._store(list(evicted))
+        self._store(list(evicted))
 
     def keep(self, one: Sequence) -> bool:
-        """Stores what a sequence that gives way has published; False: computing it again is faster."""
+        """Stores what a sequence that gives way has published; False: computing it again is faster, or no tier takes all of it."""
         match = self._cache.match(one.fingerprint, one.history)
-        if not match.pages or not self._pays(len(match.pages)):
+        if not match.pages:
             return False
         rows = one.history[: match.num_tokens].reshape(len(match.pages), -1)
         parents = (None, *match.keys)
@@ -66,19 +75,42 @@ class Restores:
             ]
         )
 
+    def look(self) -> None:
+        """Has the tiers look beside the steps for what other processes stored. For the arrival of a request, so that it is known when
+        that request starts; starting asks for it too. Returns at once."""
+        self._tiers.refresh()
+
     def start(self, one: Sequence, match: Match) -> None:
         """Begins to load what continues the match of a sequence that has its row, where that pays."""
         P, first = self._cache.page_size, len(match.pages)
         assert one.goal is not None
-        keys = match.keys[first : (one.goal.size - 1) // P]
-        if match.is_public or not keys:  # the keys are the tenant's own: they do not continue a public chain
+        last = (one.goal.size - 1) // P
+        if first >= last:
             return
-        run = self._tiers.how_many(keys)
-        if run.tier is None or not self._pays(run.num_pages, run.tier):
+        s_per_page = self.recompute_s_per_token * P
+        fingerprint, keys, is_public = one.fingerprint, list(match.keys[first:last]), False
+        run = self._tiers.how_many(keys, s_per_page)
+        public = dataclasses.replace(one.fingerprint, tenant=None, acl_epoch=None)
+        if run.num_pages < len(keys) and self._secret is not None and one.request.use_cache and public != one.fingerprint:
+            public_keys, public_run = self._public_run(public, match, one.goal[: last * P], s_per_page)
+            if public_run.saved_s > run.saved_s:
+                fingerprint, keys, run, is_public = public, public_keys, public_run, True
+        if run.tier is None:
             return
         tokens = one.goal[first * P : (first + run.num_pages) * P]
-        future = self._tiers.load_async(keys[: run.num_pages], one.fingerprint, tokens, run.tier)
-        self._loads[one.owner] = _Load(one, future, run.tier, first)
+        future = self._tiers.load_async(keys[: run.num_pages], fingerprint, tokens, run.tier)
+        self._loads[one.owner] = _Load(one, future, run.tier, first, is_public)
+
+    def _public_run(self, public: Fingerprint, match: Match, tokens: np.ndarray, s_per_page: float) -> tuple[list[bytes], Run]:
+        """The public keys that continue a match, as far as a tier has them, and the best run of them. O(pages matched and found)."""
+        assert self._secret is not None
+        P, first = self._cache.page_size, len(match.pages)
+        if match.is_public and match.entry is not None:  # goes on where the match ended
+            rest = iter_page_keys(match.entry.key, tokens[first * P :], P)
+        else:
+            rest = itertools.islice(iter_page_keys(public.root(self._secret), tokens, P), first, None)
+        keys = list(itertools.takewhile(self._tiers.__contains__, rest))
+        return keys, self._tiers.how_many(keys, s_per_page) if keys else NO_RUN
 
     def is_pending(self, one: Sequence) -> bool:
         """Whether a sequence's pages are on their way."""
@@ -103,6 +135,8 @@ class Restores:
             self._cache.publish(one.owner, one.fingerprint, one.goal[: one.stored], spare_pages=spare)
             if one.started_at is None:
                 one.cached[load.tier] = len(data) * P
+                if one.receipt is not None:
+                    one.receipt = one.receipt.restored(load.is_public)
 
     def wait(self) -> None:
         """Waits until something arrives."""
@@ -112,26 +146,32 @@ class Restores:
         """Nobody waits for this sequence's pages any more."""
         self._loads.pop(one.owner, None)
 
-    def _pays(self, num_pages: int, tier: str | None = None) -> bool:
-        """Whether loading so many pages, from the fastest tier unless named, is faster than computing their tokens."""
-        name = tier or next(iter(self._tiers.bytes_per_s()))
-        nbytes, num_tokens = num_pages * self._tiers.layout.nbytes, num_pages * self._cache.page_size
-        return self._tiers.worth_restoring(num_tokens, nbytes, self.recompute_s_per_token, name)
-
     def _store(self, pages: list[Evicted]) -> bool:
-        """Stores pages; False: no tier took all of them. They are copied in the order of the device's work: they may be given away."""
-        took = True
-        for i in range(0, len(pages), _STORED_TOGETHER):
-            took &= self._store_some(pages[i : i + _STORED_TOGETHER])
+        """Stores pages; False: no tier took all of them."""
+        took, together = True, min(_STORED_TOGETHER, self._tiers.pages_per_store)
+        for i in range(0, len(pages), together):
+            took &= self._store_some(pages[i : i + together])
         return took
 
     def _store_some(self, pages: list[Evicted]) -> bool:
-        ticket: Any = self._runner.read_pages([one.page for one in pages])
+        """Stores pages if a tier takes them; else nothing is copied."""
+        takers = self._tiers.takers(len(pages), self.recompute_s_per_token * self._cache.page_size)
+        if takers:
+            self._copy(pages, takers)
+        return bool(takers)
+
+    def _copy(self, pages: list[Evicted], takers: list[str]) -> None:
+        """Copies pages on the device, in the order of its work: they may be given away after."""
+        unique = {page: i for i, page in enumerate(dict.fromkeys(one.page for one in pages))}  # one may go under several keys
+        ticket: Any = self._runner.read_pages(list(unique))
 
         def records() -> list[PageRecord]:
+            data = self._runner.page_data(ticket)
             return [
-                PageRecord(one.key, one.parent_key or bytes(KEY_BYTES), one.depth, one.fingerprint, one.tokens, data)
-                for one, data in zip(pages, self._runner.page_data(ticket), strict=True)
+                PageRecord(
+                    one.key, one.parent_key or bytes(KEY_BYTES), one.depth, one.fingerprint, one.tokens, data[unique[one.page]]
+                )
+                for one in pages
             ]
 
-        return bool(self._tiers.store_async(records, len(pages)))
+        self._tiers.store_async(records, len(pages), takers)

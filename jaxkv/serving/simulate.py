@@ -18,7 +18,7 @@ from jaxkv.serving.page_data import PageData
 from jaxkv.serving.page_states import Evicted
 from jaxkv.serving.restore import Restores
 from jaxkv.serving.runner import Chunk
-from jaxkv.serving.tiers import Run
+from jaxkv.serving.tier_choice import Run, best_run, takers
 from jaxkv.steps import Emitted
 
 
@@ -103,11 +103,11 @@ class SimulatedRunner:
         self._clock.advance_to(done_at_s)
         return emitted
 
-    def read_pages(self, pages: Sequence[int]) -> int:
-        return len(pages)
+    def read_pages(self, pages: Sequence[int]) -> Any:
+        raise NotImplementedError("simulated pages hold nothing: SimulatedRestores moves names")
 
-    def page_data(self, ticket: int) -> list[PageData]:
-        return []
+    def page_data(self, ticket: Any) -> list[PageData]:
+        raise NotImplementedError("simulated pages hold nothing: SimulatedRestores moves names")
 
     def write_pages(self, pages: Sequence[int], data: Sequence[PageData]) -> None:
         pass
@@ -154,49 +154,70 @@ class _Load:
         return [None] * self._count
 
 
+class _Lane:
+    """A tier's keys, the least recently used first, and when its link is free again."""
+
+    def __init__(self, tier: SimulatedTier, clock: SimulatedClock):
+        self.name, self.tier, self._clock = tier.name, tier, clock
+        self.keys: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        self.free_at_s = 0.0
+        self.loaded_pages = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.keys
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.tier.bytes_per_s
+
+    @property
+    def waits_s(self) -> float:
+        return max(self.free_at_s - self._clock(), 0.0)
+
+
 class SimulatedTiers:
-    """`jaxkv.serving.tiers.Tiers` without pages."""
+    """`jaxkv.serving.tiers.Tiers` without pages: what it decides comes from the same `tier_choice`."""
+
+    pages_per_store = 1 << 30
 
     def __init__(self, tiers: Sequence[SimulatedTier], page_bytes: int, clock: SimulatedClock):
         self.layout = _Layout(page_bytes)
         self._clock = clock
-        self._tiers = {tier.name: tier for tier in tiers}
-        self._keys: dict[str, collections.OrderedDict[bytes, None]] = {tier.name: collections.OrderedDict() for tier in tiers}
-        self._free_at_s = dict.fromkeys(self._tiers, 0.0)
-        self.loaded_pages = dict.fromkeys(self._tiers, 0)
+        self._lanes = {tier.name: _Lane(tier, clock) for tier in tiers}
 
-    def how_many(self, keys: Sequence[bytes]) -> Run:
-        runs = [
-            Run(name, next((i for i, key in enumerate(keys) if key not in held), len(keys))) for name, held in self._keys.items()
-        ]
-        best = max(runs, key=lambda run: run.num_pages)
-        return best if best.num_pages else Run(None, 0)
+    @property
+    def loaded_pages(self) -> dict[str, int]:
+        """Pages that each tier gave back."""
+        return {name: lane.loaded_pages for name, lane in self._lanes.items()}
 
-    def worth_restoring(self, num_tokens: int, nbytes: int, recompute_s_per_token: float, tier: str) -> bool:
-        return self._seconds(nbytes, tier) < num_tokens * recompute_s_per_token
+    def __contains__(self, key: bytes) -> bool:
+        return any(key in lane for lane in self._lanes.values())
+
+    def refresh(self) -> None:
+        pass
+
+    def how_many(self, keys: Sequence[bytes], recompute_s_per_page: float) -> Run:
+        return best_run(self._lanes.values(), keys, self.layout.nbytes, recompute_s_per_page)
+
+    def takers(self, num_pages: int, recompute_s_per_page: float) -> list[str]:
+        return takers(self._lanes.values(), self.layout.nbytes, recompute_s_per_page)
 
     def load_async(self, keys: Sequence[bytes], fingerprint, tokens, tier: str) -> _Load:
+        lane = self._lanes[tier]
         for key in reversed(keys):
-            self._keys[tier].move_to_end(key)
-        self._free_at_s[tier] = self._clock() + self._seconds(len(keys) * self.layout.nbytes, tier)
-        self.loaded_pages[tier] += len(keys)
-        return _Load(self._clock, self._free_at_s[tier], len(keys))
+            lane.keys.move_to_end(key)
+        lane.free_at_s = self._clock() + lane.waits_s + len(keys) * self.layout.nbytes / lane.bytes_per_s
+        lane.loaded_pages += len(keys)
+        return _Load(self._clock, lane.free_at_s, len(keys))
 
-    def store(self, keys: Sequence[bytes]) -> None:
+    def store(self, keys: Sequence[bytes], takers: Sequence[str]) -> None:
         """Takes pages, the least recently used ones leave."""
-        for name, held in self._keys.items():
+        for lane in (self._lanes[name] for name in takers):
             for key in keys:
-                held[key] = None
-                held.move_to_end(key)
-            while len(held) > self._tiers[name].capacity_pages:
-                held.popitem(last=False)
-
-    def bytes_per_s(self) -> dict[str, dict[str, float]]:
-        return {name: {"load": tier.bytes_per_s, "store": tier.bytes_per_s} for name, tier in self._tiers.items()}
-
-    def _seconds(self, nbytes: int, tier: str) -> float:
-        """Until so many bytes have come, behind those that are on their way."""
-        return max(self._free_at_s[tier] - self._clock(), 0.0) + nbytes / self._tiers[tier].bytes_per_s
+                lane.keys[key] = None
+                lane.keys.move_to_end(key)
+            while len(lane.keys) > lane.tier.capacity_pages:
+                lane.keys.popitem(last=False)
 
 
 class SimulatedRestores(Restores):
@@ -206,6 +227,5 @@ class SimulatedRestores(Restores):
         loads: list[Any] = [load.future for load in self._loads.values()]
         self._tiers._clock.advance_to(min(load.at_s for load in loads))  # type: ignore[attr-defined]
 
-    def _store(self, pages: list[Evicted]) -> bool:
-        self._tiers.store([one.key for one in pages])  # type: ignore[attr-defined]
-        return True
+    def _copy(self, pages: list[Evicted], takers: list[str]) -> None:
+        self._tiers.store([one.key for one in pages], takers)  # type: ignore[attr-defined]

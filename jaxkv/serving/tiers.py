@@ -1,26 +1,32 @@
 """Tiers below the device: which pages they hold, moving them beside the steps, and whether moving pays.
 
 Every tier has one thread that stores and one that loads, so that a slow disk holds up neither the engine nor host memory, and a
-long write no read. A page goes to every tier; one run of pages comes back from one tier.
+long write no read. A page goes to every tier from which it would come back in time; one run of pages comes back from one tier.
+What is decided between two steps is decided from memory; only the threads touch a disk.
 """
 
 from __future__ import annotations
 
 import collections
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from jaxkv.serving.fingerprint import Fingerprint
 from jaxkv.serving.page_data import PageData, PageLayout, PageRecord
+from jaxkv.serving.tier_choice import Run, best_run, takers
 from jaxkv.serving.tier_counts import TierCounts
 from jaxkv.serving.transfer_costs import Rate, TransferCosts
 
+# A tier looks for what other processes stored so often at most, and for no larger share of the time: 10,000 names take about 5 ms.
+_REFRESH_S = 1.0
+_REFRESH_SHARE = 0.05
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -32,32 +38,36 @@ class Tier(Protocol):
     counts: TierCounts
 
     @property
+    def num_pages(self) -> int: ...
+    @property
     def nbytes(self) -> int: ...
-    def __contains__(self, key: bytes) -> bool: ...
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a page is here, as far as memory knows: this is asked between two steps."""
+
+    def refresh(self) -> None:
+        """Finds out what other processes have stored or removed."""
+
     def store(self, record: PageRecord) -> bool: ...
     def load(self, key: bytes, fingerprint: Fingerprint, tokens: np.ndarray, layout: PageLayout) -> PageData | None: ...
     def touch(self, keys: Sequence[bytes]) -> int: ...
     def drop_where(self, predicate: Callable[[Fingerprint], bool]) -> int: ...
 
 
-class Run(NamedTuple):
-    """Leading pages that one tier has."""
-
-    tier: str | None  # None: no tier has the first page
-    num_pages: int
-
-
 class _Lane:
-    """A tier, its two threads, what waits for them and how fast they were."""
+    """A tier, its two threads, what waits for them and how fast it gave pages back."""
 
-    def __init__(self, tier: Tier, costs: TransferCosts):
+    def __init__(self, tier: Tier, costs: TransferCosts, page_bytes: int, clock: Callable[[], float]):
         believed = costs.load_bytes_per_s.get(tier.name, costs.other_bytes_per_s)
-        self.tier = tier
+        self.tier, self.name = tier, tier.name
         self.stores = ThreadPoolExecutor(1, f"jaxkv-store-{tier.name}")
         self.loads = ThreadPoolExecutor(1, f"jaxkv-load-{tier.name}")
-        self.load_rate, self.store_rate = Rate(believed, costs.decay), Rate(believed, costs.decay)
+        self._clock, self._rate = clock, Rate(believed, page_bytes / 8, costs.decay, costs.half_life_s)
         self._pending: collections.Counter[ThreadPoolExecutor] = collections.Counter()
         self._lock = threading.Lock()
+        self._refresh_at_s, self._refreshing = -math.inf, False
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.tier
 
     def submit(self, executor: ThreadPoolExecutor, nbytes: int, job: Callable[..., _T], *args: Any) -> Future[_T]:
         """Runs a job for `nbytes` on one of the two threads."""
@@ -71,20 +81,38 @@ class _Lane:
         """Bytes of jobs that have not ended."""
         return self._pending[executor]
 
-    def measured(self, rate: Rate, nbytes: int, seconds: float) -> None:
-        """Notes a transfer; one of nothing, or in no time, says nothing."""
-        if nbytes > 0 and seconds > 0:
+    def loaded(self, nbytes: int, seconds: float) -> None:
+        """Notes what a load brought, and how long it took: one that brings nothing after a long time makes the tier slow, too."""
+        if seconds > 0:
             with self._lock:
-                rate.measured(nbytes, seconds)
+                self._rate.measured(nbytes, seconds, self._clock())
 
-    def fade(self, rate: Rate) -> None:
-        """Forgets a little of what was measured."""
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast loads were of late."""
         with self._lock:
-            rate.fade()
+            return self._rate.bytes_per_s(self._clock())
 
-    def run_length(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys the tier has."""
-        return next((i for i, key in enumerate(keys) if key not in self.tier), len(keys))
+    @property
+    def waits_s(self) -> float:
+        """Seconds until a load that is asked for now would begin."""
+        return self.pending_bytes(self.loads) / self.bytes_per_s
+
+    def refresh(self, safely: Callable[..., Any]) -> None:
+        """Has the tier look for what others stored, on the loading thread, if the last time is long enough ago."""
+        with self._lock:
+            if self._refreshing or self._clock() < self._refresh_at_s:
+                return
+            self._refreshing = True
+        self.submit(self.loads, 0, self._refresh, safely)
+
+    def _refresh(self, safely: Callable[..., Any]) -> None:
+        started_s = self._clock()
+        safely(self, None, self.tier.refresh)
+        now_s = self._clock()
+        with self._lock:
+            self._refreshing = False
+            self._refresh_at_s = now_s + max(_REFRESH_S, (now_s - started_s) / _REFRESH_SHARE)
 
     def _done(self, executor: ThreadPoolExecutor, nbytes: int) -> None:
         with self._lock:
@@ -116,66 +144,72 @@ class Tiers:
         if not names or len(set(names)) < len(names):
             raise ValueError(f"tiers need different names, at least one: {names}")
         self.layout, self.cost = layout, cost or TransferCosts()
-        self._lanes = {tier.name: _Lane(tier, self.cost) for tier in tiers}
+        if self.cost.max_pending_bytes < layout.nbytes:
+            raise ValueError(
+                f"max_pending_bytes={self.cost.max_pending_bytes} must hold a page, {layout.nbytes} bytes: nothing is kept"
+            )
+        self._lanes = {tier.name: _Lane(tier, self.cost, layout.nbytes, clock) for tier in tiers}
         self._clock = clock
         self._closed = False
 
-    def how_many(self, keys: Sequence[bytes]) -> Run:
-        """The longest run of leading keys that one tier has, from the faster of two that have as many. Reads no page."""
-        runs = [Run(name, lane.run_length(keys)) for name, lane in self._lanes.items()]
-        best = max(runs, key=lambda run: run.num_pages)
-        return best if best.num_pages else Run(None, 0)
+    def __contains__(self, key: bytes) -> bool:
+        """Whether some tier has a page, as far as memory knows."""
+        return any(key in lane for lane in self._lanes.values())
 
-    def worth_restoring(self, num_tokens: int, nbytes: int, recompute_s_per_token: float, tier: str) -> bool:
-        """Whether loading `nbytes`, behind what already waits for the tier, takes less time than recomputing `num_tokens`.
+    def how_many(self, keys: Sequence[bytes], recompute_s_per_page: float) -> Run:
+        """The run of leading keys whose load saves the most time (`tier_choice`), by what was measured and what waits.
 
-        Each refusal lets what was measured fade a little, so that one slow transfer is not held against a tier for ever.
+        O(keys), from memory. Also has the tiers look for what other processes stored, every now and then, on their own threads.
         """
-        lane = self._lanes[tier]
-        cost_s = (lane.pending_bytes(lane.loads) + nbytes) / lane.load_rate.bytes_per_s
-        worth = cost_s < num_tokens * recompute_s_per_token
-        if not worth:
-            lane.fade(lane.load_rate)
-        return worth
+        self.refresh()
+        return best_run(self._lanes.values(), keys, self.layout.nbytes, recompute_s_per_page)
+
+    def refresh(self) -> None:
+        """Has the tiers find out beside the steps what other processes stored, unless they did a moment ago. Returns at once."""
+        if not self._closed:
+            for lane in self._lanes.values():
+                lane.refresh(self._safely)
+
+    @property
+    def pages_per_store(self) -> int:
+        """The most pages to store together: no more than may wait."""
+        return max(1, self.cost.max_pending_bytes // self.layout.nbytes)
+
+    def takers(self, num_pages: int, recompute_s_per_page: float) -> list[str]:
+        """The tiers that would store so many pages now: loading one back would be faster than computing it, and there is room among
+        what waits (if not, that is counted as "backlog"). To be asked before pages are copied for `store_async`."""
+        if self._closed:
+            return []
+        worth = takers(self._lanes.values(), self.layout.nbytes, recompute_s_per_page)
+        return [name for name in worth if self._has_room(self._lanes[name], num_pages)]
 
     def store_async(
-        self, records: Sequence[PageRecord] | Callable[[], Sequence[PageRecord]], num_pages: int | None = None
+        self, records: Sequence[PageRecord] | Callable[[], Sequence[PageRecord]], num_pages: int, takers: Iterable[str]
     ) -> dict[str, Future[int]]:
-        """Stores pages in every tier beside the steps; returns by tier how many it will hold, later.
+        """Stores pages beside the steps in the tiers that `takers` named; returns by tier how many it will hold, later.
 
         A function is called on a storing thread, once, so that it may wait for the device; `num_pages` says how many records it
-        will return. The deepest page of a chain comes first, as eviction gives them, so that it leaves a tier first too. A tier
-        with too much waiting takes nothing (counted as "backlog") and is not in what is returned.
+        will return. The deepest page of a chain comes first, as eviction gives them, so that it leaves a tier first too.
         """
         if self._closed:
             return {}
-        batch = _Batch(records)
-        count = num_pages if num_pages is not None else len(batch.get())
-        nbytes, futures = count * self.layout.nbytes, {}
-        for name, lane in self._lanes.items():
-            if lane.pending_bytes(lane.stores) + nbytes > self.cost.max_pending_bytes:
-                lane.tier.counts.failure("backlog", count)
-            else:
-                futures[name] = lane.submit(lane.stores, nbytes, self._store, lane, batch)
-        return futures
+        batch, nbytes, lanes = _Batch(records), num_pages * self.layout.nbytes, [self._lanes[name] for name in takers]
+        return {lane.name: lane.submit(lane.stores, nbytes, self._store, lane, batch) for lane in lanes}
 
-    def load_async(
-        self, keys: Sequence[bytes], fingerprint: Fingerprint, tokens: np.ndarray, tier: str | None = None
-    ) -> Future[list[PageData]]:
+    def load_async(self, keys: Sequence[bytes], fingerprint: Fingerprint, tokens: np.ndarray, tier: str) -> Future[list[PageData]]:
         """Loads the leading run of pages that a tier still has, beside the steps. The result never raises; it may be shorter than
         `keys`, or empty.
 
         Args:
           keys: of consecutive pages of one chain.
           tokens: i32, of the same pages: page_size for each key, more are ignored.
-          tier: by default the one that `how_many` names.
+          tier: the one that `how_many` names.
         """
-        name = tier if tier is not None else self.how_many(keys).tier
-        if self._closed or name is None:
+        if self._closed:
             nothing: Future[list[PageData]] = Future()
             nothing.set_result([])
             return nothing
-        lane, keys = self._lanes[name], list(keys)
+        lane, keys = self._lanes[tier], list(keys)
         pages = np.array(tokens[: len(keys) * self.layout.page_size], np.int32).reshape(len(keys), -1)
         return lane.submit(lane.loads, len(keys) * self.layout.nbytes, self._load, lane, keys, fingerprint, pages)
 
@@ -191,15 +225,17 @@ class Tiers:
             for name, lane in self._lanes.items()
         }
 
-    def bytes_per_s(self) -> dict[str, dict[str, float]]:
-        """{"load", "store"} bytes a second of each tier, as measured of late, or as believed."""
-        return {
-            name: {"load": lane.load_rate.bytes_per_s, "store": lane.store_rate.bytes_per_s} for name, lane in self._lanes.items()
-        }
+    def bytes_per_s(self) -> dict[str, float]:
+        """Bytes a second that each tier gives back, as measured of late, or as believed."""
+        return {name: lane.bytes_per_s for name, lane in self._lanes.items()}
 
     def counts(self) -> dict[str, dict[str, dict[str, int]]]:
         """Hits, misses and failures of each tier (`TierCounts.as_dict`)."""
         return {name: lane.tier.counts.as_dict() for name, lane in self._lanes.items()}
+
+    def num_pages(self) -> dict[str, int]:
+        """Pages that each tier holds."""
+        return {name: lane.tier.num_pages for name, lane in self._lanes.items()}
 
     def nbytes(self) -> dict[str, int]:
         """Bytes that each tier holds."""
@@ -212,17 +248,17 @@ class Tiers:
             lane.stores.shutdown()
             lane.loads.shutdown()
 
+    def _has_room(self, lane: _Lane, num_pages: int) -> bool:
+        if lane.pending_bytes(lane.stores) + num_pages * self.layout.nbytes <= self.cost.max_pending_bytes:
+            return True
+        lane.tier.counts.failure("backlog", num_pages)
+        return False
+
     # On the tiers' threads
 
     def _store(self, lane: _Lane, batch: _Batch) -> int:
         records: Sequence[PageRecord] = self._safely(lane, (), batch.get)
-        started, kept, moved = self._clock(), 0, 0
-        for record in records:
-            new = record.key not in lane.tier
-            if self._safely(lane, False, lane.tier.store, record):
-                kept, moved = kept + 1, moved + new * record.data.nbytes
-        lane.measured(lane.store_rate, moved, self._clock() - started)
-        return kept
+        return sum(self._safely(lane, False, lane.tier.store, record) for record in records)
 
     def _load(self, lane: _Lane, keys: list[bytes], fingerprint: Fingerprint, pages: np.ndarray) -> list[PageData]:
         started, loaded = self._clock(), []
@@ -231,7 +267,7 @@ class Tiers:
             if data is None:
                 break
             loaded.append(data)
-        lane.measured(lane.load_rate, sum(data.nbytes for data in loaded), self._clock() - started)
+        lane.loaded(sum(data.nbytes for data in loaded), self._clock() - started)
         self._safely(lane, 0, lane.tier.touch, keys[: len(loaded)])
         return loaded
 

@@ -73,8 +73,10 @@ def fits(admission, prompt_tokens, max_new_tokens, n):
 def test_accepts_what_fits_and_nothing_else(admission, request_):
     verdict = admission.check(*request_)
     if fits(admission, *request_):
-        assert verdict == Accept(request_[0], 0, pages_counted(admission.page_size, *request_))
-        assert admission.may_start(0, verdict.pages, admission.usable_pages, request_[2])
+        assert verdict == Accept(request_[0])
+        pages = admission.pages_for(*request_)
+        assert pages == pages_counted(admission.page_size, *request_)
+        assert admission.may_start(0, pages, admission.usable_pages, request_[2])
     else:
         assert isinstance(verdict, Refuse) and verdict.reason in ("too_long", "never_fits")
         too_long = request_[0] + request_[1] > admission.max_context_tokens
@@ -91,9 +93,7 @@ def test_truncation_keeps_as_much_as_fits(admission, request_):
         assert isinstance(verdict, Refuse) and "even one prompt token is too many" in verdict.message
         assert not isinstance(admission.check(*request_), Accept)
     else:
-        assert isinstance(verdict, Accept)
-        assert (verdict.prompt_tokens, verdict.dropped_tokens) == (most, prompt_tokens - most)
-        assert verdict == dataclasses.replace(admission.check(most, max_new_tokens, n), dropped_tokens=prompt_tokens - most)
+        assert verdict == Accept(most) == admission.check(most, max_new_tokens, n)
 
 
 @many
@@ -174,13 +174,13 @@ def test_a_pool_that_is_not_the_plans():
 
 def test_refusals_have_the_numbers():
     admission = Admission(None, num_pages=11, page_size=16, max_tokens_per_slot=1000, bytes_per_page=1, num_slots=4)
-    assert admission.check(100, 60) == Accept(100, 0, 10)
+    assert admission.check(100, 60) == Accept(100)
     assert admission.check(100, 61) == Refuse(
         "never_fits",
         "prompt 100 + max_new_tokens 61 tokens for n=1 samples take 11 pages of 16 tokens (at least 0 a sample), more than the 10"
         " of the pool less a low watermark of 0: shorten the prompt, ask for fewer new tokens or samples, or allow_truncation",
     )
-    assert admission.check(100, 61, allow_truncation=True) == Accept(99, 1, 10)
+    assert admission.check(100, 61, allow_truncation=True) == Accept(99)
     verdict = admission.check(940, 61)
     assert verdict.reason == "too_long" and "prompt 940 + max_new_tokens 61 is 1001 tokens, more than the 1000" in verdict.message
     assert admission.check(5, 170, allow_truncation=True).reason == "never_fits"
@@ -203,8 +203,8 @@ def test_a_longer_prompt_can_take_fewer_pages_and_truncation_knows():
     """The page that 7 tokens fill in part is copied for each of 5 samples; 8 tokens fill it, and it is shared."""
     admission = Admission(None, num_pages=8, page_size=4, max_tokens_per_slot=1000, bytes_per_page=1)
     assert admission.pages_for(7, 4, n=5) == 11 and admission.pages_for(8, 4, n=5) == 7
-    assert admission.check(9, 4, n=5, allow_truncation=True) == Accept(8, 1, 7)
-    assert admission.check(7, 4, n=5, allow_truncation=True) == Accept(4, 3, 6)
+    assert admission.check(9, 4, n=5, allow_truncation=True) == Accept(8)
+    assert admission.check(7, 4, n=5, allow_truncation=True) == Accept(4)
 
 
 @many
@@ -217,7 +217,7 @@ def test_pages_and_tokens_scale_apart(usable, prompt, new, n, times):
     verdicts = one.check(prompt, new, n), large.check(prompt * times, new * times, n)
     assert type(verdicts[0]) is type(verdicts[1])
     if isinstance(verdicts[0], Accept):
-        assert verdicts[0].pages == verdicts[1].pages
+        assert one.pages_for(prompt, new, n) == large.pages_for(prompt * times, new * times, n)
     else:
         assert verdicts[0].reason == verdicts[1].reason
 

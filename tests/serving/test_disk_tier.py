@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -325,7 +326,9 @@ def test_two_processes_share_a_folder(tmp_path):
     one, two = open_tier(tmp_path), open_tier(tmp_path)
     a, b, c = make_chain(3)
     one.store(a)
-    assert a.key in two and bits(load(two, a)) == bits(a.data)
+    assert a.key not in two  # memory alone answers
+    two.refresh()
+    assert a.key in two and two.nbytes == one.nbytes and bits(load(two, a)) == bits(a.data)
     assert two.store(a) and two.counts.events["store"] == 0
     two.store(b)
     one.drop(a.key)
@@ -338,6 +341,67 @@ def test_two_processes_share_a_folder(tmp_path):
     os.unlink(path_of(two, c))
     assert c.key in two and two.store(c) and load(two, c) is not None
     assert one.drop_where(lambda fingerprint: True) == 2 and os.listdir(one.folder) == []
+
+
+def test_a_refresh_looks_at_new_files_only_and_forgets_what_is_gone(tmp_path, monkeypatch):
+    one, chain = stored(tmp_path, 3)
+    two, (other, later) = open_tier(tmp_path), make_chain(2, seed=1)
+    one.store(other)
+    one.drop(chain[0].key)
+    looked, real = [], os.stat
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda path, **options: (looked.append(path), real(path, **options))[1])
+        two.refresh()
+    assert looked == [path_of(two, other)]
+    assert [r.key in two for r in (*chain, other)] == [False, True, True, True]
+    assert two.nbytes == one.nbytes == sum(path.stat().st_size for path in two.folder.iterdir())
+    assert two.counts.as_dict() == {"events": {}, "misses": {}, "failures": {}}
+    # A page that is loaded by its key, though nobody knew of it, is known from then on.
+    one.store(later)
+    assert load(two, later) is not None and later.key in two and two.nbytes == one.nbytes
+    os.rename(two.folder, tmp_path / "away")
+    two.refresh()
+    assert two.counts.failures == {"no_folder": 0} and two.num_pages == 4  # as far as memory knows
+
+
+def test_refreshes_beside_stores_and_loads_agree_with_the_folder(tmp_path):
+    """Two processes' worth of threads on one folder: once all is quiet, each knows exactly what is there."""
+    tiers = [open_tier(tmp_path) for _ in range(2)]
+    records = [record for seed in range(8) for record in make_chain(4, seed=seed)]
+    stop, failed = threading.Event(), []
+
+    def work(tier, seed):
+        chance = np.random.default_rng(seed)
+        try:
+            for _ in range(150):
+                record = records[chance.integers(len(records))]
+                (tier.store if chance.random() < 0.6 else lambda r: tier.drop(r.key))(record)
+                other = records[chance.integers(len(records))]
+                data = load(tier, other)
+                assert data is None or bits(data) == bits(other.data)
+        except BaseException as error:
+            failed.append(error)
+
+    def look(tier):
+        while not stop.is_set():
+            tier.refresh()
+
+    workers = [threading.Thread(target=work, args=(tiers[i % 2], i)) for i in range(2)]
+    lookers = [threading.Thread(target=look, args=(tier,)) for tier in tiers]
+    for thread in workers + lookers:
+        thread.start()
+    for thread in workers:
+        thread.join()
+    stop.set()
+    for thread in lookers:
+        thread.join()
+    assert not failed
+    names = {path.name for path in tiers[0].folder.iterdir()}
+    for tier in tiers:
+        tier.refresh()
+        assert {f"{key.hex()}.page" for key in tier._files} == names
+        assert set(tier.counts.misses) <= {"absent", "vanished"}, tier.counts.misses
+        assert tier.nbytes == sum(path.stat().st_size for path in tier.folder.iterdir())
 
 
 def test_capacity_covers_what_others_wrote(tmp_path):

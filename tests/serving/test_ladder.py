@@ -108,7 +108,7 @@ def test_it_goes_up_at_once_and_down_after_a_dwell_below_the_lower_threshold():
 
 def test_rungs_are_data_and_none_touches_running_work():
     rungs = default_rungs(4096)
-    assert [rung.rejects_long_contexts for rung in rungs] == [False, True, True, True]
+    assert [rung.longest_context_tokens is not None for rung in rungs] == [False, True, True, True]
     assert {rung.longest_context_tokens for rung in rungs[1:]} == {1024}
     assert [rung.ttl_factor < 1 for rung in rungs] == [False, False, True, True]
     assert [rung.queues_only for rung in rungs] == [False, False, False, True]

@@ -14,10 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
+from tier_pages import LAYOUT, SECRET, make_chain
 
+from jaxkv.serving.disk_tier import DiskTier
 from jaxkv.serving.distribution import Distribution
-from jaxkv.serving.metric_table import CONTEXT_REJECTIONS, FINISH_REASONS, METRICS, PREEMPTIONS, REJECTIONS, TIERS
+from jaxkv.serving.host_tier import HostTier
+from jaxkv.serving.metric_table import CONTEXT_REJECTIONS, FINISH_REASONS, HOLD_OUTCOMES, METRICS, PREEMPTIONS, REJECTIONS, TIERS
 from jaxkv.serving.metrics import Metrics
+from jaxkv.serving.page_cache import PageCache
+from jaxkv.serving.tier_counts import FAILURES, MISSES, TierCounts
+from jaxkv.serving.tiers import Tiers
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0)
@@ -254,9 +260,93 @@ def test_the_text_is_what_the_table_says():
         family = found[f"jaxkv_{metric.name}"]
         assert family.type == metric.kind
         labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
-        assert labels == {frozenset([metric.label] if metric.label else [])}  # and so none names a tenant
-        if metric.label:
-            assert [sample.labels[metric.label] for sample in family.samples] == list(metric.values)
+        assert labels == {frozenset(metric.labels)}  # and so none names a tenant
+        if metric.labels:
+            assert [tuple(sample.labels[label] for label in metric.labels) for sample in family.samples] == metric.combinations
+
+
+class FakeTiers:
+    """What `Tiers` tells, at any moment."""
+
+    def __init__(self):
+        self.told = {"host": TierCounts(), "disk": TierCounts()}
+
+    def counts(self):
+        return {name: counts.as_dict() for name, counts in self.told.items()}
+
+    def num_pages(self):
+        return {"host": 3, "disk": 40}
+
+    def nbytes(self):
+        return {"host": 3000, "disk": 1000}
+
+    def bytes_per_s(self):
+        return {"host": 2e9, "disk": 1.5e8}
+
+
+def test_tiers_and_holds_are_asked_when_somebody_reads():
+    metrics, tiers, holds = Metrics(), FakeTiers(), {"delivered": 0, "undelivered": 0, "expired": 0}
+    empty = samples(metrics)
+    assert empty["jaxkv_tier_misses_total", "vanished", "disk"] == 0  # there before anything happens, or any tier is
+    assert metrics.summary()["tiers"] == {} and metrics.summary()["holds"] == {}
+    metrics.watch(tiers, lambda: holds)
+    for _ in range(2):
+        tiers.told["host"].event("store", 7)
+        tiers.told["host"].event("hit", 5)
+        tiers.told["host"].event("evict", 2)
+        tiers.told["disk"].miss("vanished")
+        tiers.told["disk"].failure("disk_full", 4)
+        holds["expired"] += 1
+    found = samples(metrics)
+    changed = {key: value for key, value in found.items() if value != empty.get(key)}
+    assert changed == {
+        ("jaxkv_tier_pages", "host"): 3,
+        ("jaxkv_tier_pages", "disk"): 40,
+        ("jaxkv_tier_bytes", "host"): 3000,
+        ("jaxkv_tier_bytes", "disk"): 1000,
+        ("jaxkv_tier_load_bytes_per_second", "host"): 2e9,
+        ("jaxkv_tier_load_bytes_per_second", "disk"): 1.5e8,
+        ("jaxkv_tier_stored_pages_total", "host"): 14,
+        ("jaxkv_tier_loaded_pages_total", "host"): 10,
+        ("jaxkv_tier_evicted_pages_total", "host"): 4,
+        ("jaxkv_tier_misses_total", "vanished", "disk"): 2,
+        ("jaxkv_tier_failures_total", "disk_full", "disk"): 8,
+        ("jaxkv_holds_total", "expired"): 2,
+    }
+    assert set(found) == set(empty)
+    summary = metrics.summary()
+    assert summary["holds"] == holds and summary["tiers"] == tiers.counts()
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    tiers.told["acme-corp"] = TierCounts()
+    tiers.nbytes = lambda: {"acme-corp": 0}
+    with pytest.raises(ValueError, match="unknown tier 'acme-corp'"):
+        Metrics().watch(tiers, dict)
+
+
+def test_real_tiers_and_a_real_cache_are_watched(tmp_path):
+    """Every reason that a tier can count is a label, and the names of holds are the cache's."""
+    tiers = Tiers([HostTier(1 << 20), DiskTier(tmp_path / "tier", 1 << 20, SECRET)], LAYOUT)
+    cache = PageCache(4, 4, secret=SECRET, clock=lambda: 0.0)
+    assert tuple(cache.hold_outcomes) == HOLD_OUTCOMES
+    metrics = Metrics()
+    metrics.watch(tiers, lambda: cache.hold_outcomes)
+    before = set(samples(metrics))
+    for tier in (lane.tier for lane in tiers._lanes.values()):
+        for reason in MISSES:
+            tier.counts.miss(reason)
+        for reason in FAILURES:
+            tier.counts.failure(reason)
+    with pytest.raises(AssertionError):
+        tier.counts.miss("a tenant's name")
+    (record,) = make_chain(1)
+    for future in tiers.store_async([record], 1, tiers.takers(1, 1.0)).values():
+        future.result()
+    found = samples(metrics)
+    assert set(found) == before
+    assert all(found["jaxkv_tier_misses_total", reason, tier] == 1 for tier in ("host", "disk") for reason in MISSES)
+    assert all(found["jaxkv_tier_failures_total", reason, tier] == 1 for tier in ("host", "disk") for reason in FAILURES)
+    assert found["jaxkv_tier_bytes", "host"] == LAYOUT.nbytes and found["jaxkv_tier_pages", "disk"] == 1
+    tiers.close()
 
 
 def test_vllm_dashboards_find_their_names():
@@ -332,8 +422,9 @@ def test_a_scrape_beside_the_engine_sees_one_moment():
 
 
 def test_the_docs_have_the_table():
-    rows = re.findall(r"^\| `(jaxkv_\w+)(?:\{(\w+)\})?` \| (\w+) \| (.+?) \| (.+?) \|$", DOCS.read_text(), re.M)
-    assert rows == [(m.exported_name, m.label or "", m.kind, m.unit, m.meaning) for m in METRICS]
+    rows = re.findall(r"^\| `(jaxkv_\w+)(?:\{([\w,]+)\})?` \| (\w+) \| (.+?) \| (.+?) \|$", DOCS.read_text(), re.M)
+    name = lambda m: f"jaxkv_{m.name}" + "_total" * (m.kind == "counter")
+    assert rows == [(name(m), ",".join(m.labels), m.kind, m.unit, m.meaning) for m in METRICS]
 
 
 def seconds_a_call(call, calls=300):
