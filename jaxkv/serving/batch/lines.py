@@ -1,7 +1,7 @@
 """A line of the input becomes a `Task`, or a `BadLine` that says what is wrong with it. Nothing here raises for what a line holds.
 
 Two forms are read: jaxkv's own, one flat object, and OpenAI's batch lines, whose options are in "body". A key whose value is null
-counts as absent; a key that nobody reads is an error, because an option that is silently ignored gives plausible, wrong answers.
+counts as absent; a key that nobody reads, or that comes twice, is an error: an option that is silently ignored gives plausible, wrong answers.
 """
 
 from __future__ import annotations
@@ -156,14 +156,30 @@ class LineReader:
         return dataclasses.replace(self._defaults.sampling, **given)
 
 
+class _Twice(Exception):
+    """A key that an object has twice; JSON does not say which one counts."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise _Twice(name)
+        fields[name] = value
+    return fields
+
+
 def parse(number: int, raw: bytes | None) -> dict[str, Any]:
     """The JSON object of a line; ValueError when it is anything else."""
     if raw is None:
         raise ValueError("too long to be one request")
     try:
-        value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+        text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        value = json.loads(text, object_pairs_hook=_once)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except _Twice as error:
+        raise ValueError(f"key {short(error.args[0])} comes twice: which one counts?") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
@@ -189,12 +205,12 @@ def _checked_id(line: dict[str, Any], number: int) -> str | int:
 
 
 def _is_openai(line: dict[str, Any]) -> bool:
-    return any(name in line for name in _ENVELOPE[1:])
+    return any(line.get(name) is not None for name in _ENVELOPE[1:])
 
 
 def _form(line: dict[str, Any]) -> Form:
     _refuse_unknown(line, _ENVELOPE)
-    if line.get("method", "POST") != "POST":
+    if line.get("method") not in (None, "POST"):
         raise ValueError(f"method must be POST, got {short(line['method'])}")
     url = line.get("url")
     if not isinstance(url, str) or url not in _URLS:
@@ -204,7 +220,7 @@ def _form(line: dict[str, Any]) -> Form:
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Sequence[str]) -> None:
-    unknown = [name for name in fields if name not in known]
+    unknown = [name for name, value in fields.items() if name not in known and value is not None]
     if unknown:
         raise ValueError(f"unknown key {short(unknown[0])}; known are {', '.join(known)}")
 

@@ -43,11 +43,6 @@ class Source:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
 
-    @property
-    def last_line(self) -> int:
-        """The number of the file's last line, 0 when it has none."""
-        return len(self._starts) - 1
-
     def read(self, number: int) -> bytes | None:
         """A line's bytes; None when there are too many."""
         start, end = int(self._starts[number - 1]), int(self._starts[number])

@@ -1,6 +1,7 @@
 """A line of the input: both forms, every option, and whatever else a file may hold."""
 
 import json
+import time
 
 import fake_serving
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxkv.sampling import Sampling
 from jaxkv.serving.batch import BadLine, Defaults, LineReader, Task
+from jaxkv.serving.batch.lines import id_of
 from jaxkv.serving.batch.records import Records
 
 READ = LineReader(fake_serving.FakeTokenizer(), Defaults(Sampling(temperature=0.5, top_k=7), max_tokens=9, seed=3))
@@ -64,6 +66,15 @@ def test_chat_requests():
     assert list(task.request.tokens) == list(read({"messages": parts}).request.tokens)
     assert read(chat(logprobs=True)).request.sampling.logprobs == 0
     assert read(chat(logprobs=False)).request.sampling.logprobs is None
+
+
+def test_null_counts_as_absent():
+    assert read(openai({"prompt": "x", "seed": None}, method=None)).form == "completion"
+    assert read(chat(n=None, max_completion_tokens=None)).request.sampling.n == 1
+    plain = read({"prompt": "x"})
+    nulls = read({"prompt": "x", "tokens": None, "messages": None, "max_tokens": None, "tenant": None, "custom_id": None})
+    assert nulls == plain == read({"prompt": "x", "tempo": None, "method": None, "url": None, "body": None})
+    assert isinstance(read({"messages": [CHAT[0] | {"tool_calls": None}]}), Task)
 
 
 def test_ids():
@@ -125,6 +136,12 @@ MISTAKES = [
     (openai("x"), "body must be an object"),
     ({"custom_id": "", "prompt": "x"}, "custom_id must be a text or a whole number, got ''"),
     ({"custom_id": [1], "prompt": "x"}, "custom_id must be"),
+    (b'{"prompt": "x", "seed": 1, "seed": 2}', "key 'seed' comes twice"),
+    (b'{"custom_id": "a", "prompt": "x", "custom_id": "b"}', "key 'custom_id' comes twice"),
+    (b'{"prompt": "x", "logit_bias": {"1": 2, "1": 3}}', "key '1' comes twice"),
+    (b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "key 'content' comes twice"),
+    (b'{"url": "/v1/completions", "body": {"prompt": "x", "n": 1, "n": 1}}', "key 'n' comes twice"),
+    (b'{"' + b"k" * 200 + b'": 1, "' + b"k" * 200 + b'": 1}', "kkk... comes twice"),
     ([1, 2], "must be a JSON object, got list"),
     (b"", "not JSON"),
     (b"\xff{}", "not UTF-8 at byte 0"),
@@ -182,3 +199,25 @@ def test_any_json_is_a_task_or_a_bad_line(fields, url):
     assert isinstance(got, Task | BadLine)
     if isinstance(got, BadLine):
         assert RECORDS.error(got)["error"]["message"].startswith("line 5: ")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(_KEYS), _VALUES), max_size=5), st.integers(0, 2))
+def test_keys_that_come_twice_are_named_at_any_depth(pairs, depth):
+    raw = "{" + ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in pairs) + "}"
+    for _ in range(depth):
+        raw = '{"body": [' + raw + "]}"
+    got, keys = read(raw.encode()), [key for key, _ in pairs]
+    if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
+        assert got.message == f"line 5: key '{twice[0]}' comes twice: which one counts?"
+        assert got.custom_id == "5" == id_of(5, raw.encode())  # which id is meant is not known either
+    else:
+        assert got == read(json.loads(raw)) or "NaN" in raw
+
+
+@pytest.mark.parametrize("count", [1_000, 100_000])
+def test_a_line_of_very_many_keys_takes_linear_time(count):
+    raw = ("{" + ", ".join(f'"k{i}": {i}' for i in range(count)) + ', "k0": 1}').encode()
+    started = time.process_time()
+    assert "key 'k0' comes twice" in read(raw).message
+    assert time.process_time() - started < 2e-5 * count + 0.1
