@@ -33,8 +33,8 @@ flags.DEFINE_integer("block_tokens", 512, "Tokens of one hash id.", lower_bound=
 flags.DEFINE_integer("max_requests", None, "Only the first so many.", lower_bound=1)
 flags.DEFINE_float("pool_gib", None, "KV pool of the device in GiB.", lower_bound=0)
 flags.DEFINE_list("pool_share", [], "Or pools of such shares of the trace's distinct blocks; unlimited: room for everything.")
-flags.DEFINE_enum("policy", "lru", ["lru", "fifo"], "Which reusable page goes first.")
-flags.DEFINE_bool("compare", False, "Each pool with LRU and FIFO, beside an oracle that knows the future.")
+flags.DEFINE_enum("policy", None, ["lru", "fifo"], "Which reusable page goes first; without it the least recently used.")
+flags.DEFINE_bool("compare", False, "Each pool with both policies, beside an oracle that knows the future.")
 flags.DEFINE_integer("num_slots", 64, "Rows of the batch.", lower_bound=1)
 flags.DEFINE_integer("prefill_tokens", 2048, "Prompt tokens a step.", lower_bound=1)
 flags.DEFINE_bool("overcommit", False, "Take pages as sequences grow, and preempt.")
@@ -70,13 +70,17 @@ def main(terminal) -> None:
     """Replays the trace once for each pool and policy."""
     if not FLAGS.trace:
         raise ValueError("--trace is missing: a JSON-lines file with timestamp, input_length, output_length and hash_ids")
+    if FLAGS.compare and FLAGS.policy:
+        raise ValueError(f"--compare runs both policies: leave out --policy={FLAGS.policy}")
+    if FLAGS.plot:
+        _check_plot()  # before minutes of replay, not after
     terminal("reading the trace")
     from jaxkv.serving import replay
 
     requests = replay.read_trace(FLAGS.trace, FLAGS.block_tokens)[: FLAGS.max_requests]
     results = []
     for num_pages in _pools(replay.distinct_blocks(requests)):
-        for policy in ("lru", "fifo") if FLAGS.compare else (FLAGS.policy,):
+        for policy in ("lru", "fifo") if FLAGS.compare else (FLAGS.policy or "lru",):
             terminal(f"replaying {len(requests)} requests, {num_pages:,} pages, {policy}")
             started = time.perf_counter()
             result = replay.replay(requests, _config(replay, num_pages, policy), _costs())
@@ -90,6 +94,15 @@ def main(terminal) -> None:
 
         draw(FLAGS.plot, results)
     _report(results)
+
+
+def _check_plot() -> None:
+    from jaxkv.serving import replay_plot
+
+    replay_plot.pyplot()
+    folder = Path(FLAGS.plot).absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"--plot={FLAGS.plot}: there is no folder {folder}")
 
 
 def _pools(distinct: int) -> list[int]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 
-def draw(path: str | Path, results: Sequence[dict[str, Any]]) -> None:
-    """Draws running and waiting requests, and pages by state, over time: a column for each result of `replay`.
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files.
 
     Raises:
       ValueError: matplotlib is not there.
@@ -20,7 +20,17 @@ def draw(path: str | Path, results: Sequence[dict[str, Any]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(results), figsize=(5 * len(results), 6), layout="constrained", squeeze=False, sharex=True)
+    return pyplot
+
+
+def draw(path: str | Path, results: Sequence[dict[str, Any]]) -> None:
+    """Draws running and waiting requests, and pages by state, over time: a column for each result of `replay`.
+
+    Raises:
+      ValueError: as `pyplot`.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(2, len(results), figsize=(5 * len(results), 6), layout="constrained", squeeze=False, sharex=True)
     for column, result in enumerate(results):
         times = [point["time_s"] for point in result["series"]]
         above, below = axes[0][column], axes[1][column]
@@ -34,4 +44,4 @@ def draw(path: str | Path, results: Sequence[dict[str, Any]]) -> None:
         above.legend()
         below.legend()
     figure.savefig(path, dpi=80)
-    pyplot.close(figure)
+    plt.close(figure)
