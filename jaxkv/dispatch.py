@@ -101,7 +101,7 @@ def dispatch_prompts(
             parts.append(Part(i, place, done[i], stop, stop == prompts[i].size))
         chunks = [prompts[part.prompt][part.start : part.stop] for part in parts]
         stored = np.array([lengths[part.prompt] + part.start for part in parts], np.int32)
-        pools, logits = dispatch_prefill(state, pools, own, rows[batch], chunks, stored, T, all_logits)
+        pools, logits, _ = dispatch_prefill(state, pools, own, rows[batch], chunks, stored, T, all_logits)
         for part in parts:
             done[part.prompt] = part.stop
         yield Dispatched(pools, logits, parts)
@@ -117,8 +117,8 @@ def dispatch_prefill(
     lengths: np.ndarray,
     T: int,
     all_logits: bool = False,
-) -> tuple[Pools, jax.Array]:
-    """Runs one prefill step of up to T tokens for each of `rows`; returns (pools, logits of the padded rows)."""
+) -> tuple[Pools, jax.Array, jax.Array]:
+    """Runs one prefill step of up to T tokens for each of `rows`; returns (pools, logits, sound) of the padded rows."""
     R = bucket_rows(len(rows), state.num_slots)
     tokens, counts = pad(chunks, T, R)
     slots = np.full(R, state.num_slots, np.int32)
@@ -135,10 +135,11 @@ def dispatch_decode(state: State, pools: Pools, own: Ownership, rows: np.ndarray
     B = state.num_slots
     counts, column, lengths = np.zeros(B, np.int32), np.zeros((B, 1), np.int32), np.zeros(B, np.int32)
     counts[rows], column[rows, 0], lengths[rows] = 1, tokens, state.kv.lengths[rows]
-    return step("decode", state.static.platform)(
+    pools, logits, _ = step("decode", state.static.platform)(
         state.params, pools, own.page_table, lengths, np.arange(B, dtype=np.int32), column, counts,
         static=state.static, all_logits=False,
     )  # fmt: skip
+    return pools, logits
 
 
 def collect(state: State, buffer: jax.Array | None, logits: jax.Array, slots: list[int], places: list[int]) -> jax.Array:

@@ -119,7 +119,7 @@ def warmup(state: State, max_prompt_tokens: int | None = None, chunk_size: int =
         for R in row_buckets(B):
             if R <= most_rows(T, B):
                 nobody, nothing = np.full(R, 0), [none] * R
-                pools, logits = dispatch_prefill(state, pools, own, nobody, nothing, np.zeros(R, np.int32), T)
+                pools, logits, _ = dispatch_prefill(state, pools, own, nobody, nothing, np.zeros(R, np.int32), T)
                 buffer = collect(state, None, logits, [], [])
     pools = copy(state, pools, none, none, none, none)
     pools, logits = dispatch_decode(state, pools, own, none, none)

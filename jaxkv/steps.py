@@ -1,12 +1,11 @@
 """The engine's jitted steps: the only `jax.jit` that sees a model. Static shapes in, static shapes out.
 
     step's name      function        what it does
-    prefill          prefill_step    a chunk of tokens for R rows -> logits of each row's last token
+    prefill          prefill_step    a chunk of tokens for R rows -> logits of each row's last token, and whether the chunk is sound
     decode           prefill_step    the same with one token for every slot
     decode_many      decode_many     up to n tokens for every slot in one dispatch: page reservation, forward, sampling, stop, all
                                      on the device
     first_tokens     first_tokens    samples from the prompts' logits
-    are_finite       are_finite      whether rows of logits are free of NaN and infinity
     collect_logits   collect_logits  puts prompts' logits at their slots
     pick_rows        pick_rows       the rows of logits that a verb was asked for
     copy_rows        copy_rows       copies pages and history for forks
@@ -123,7 +122,8 @@ def prefill_step(params, pools: Pools, page_table, lengths, rows, tokens, counts
       tokens: i32[R, T].
 
     Returns:
-      pools and logits f32[R, V] of each row's last token, or f32[R, T, V] of all.
+      pools; logits f32[R, V] of each row's last token, or f32[R, T, V] of all; sound bool[R], whether all that was stored of a row is
+      free of NaN and infinity: a token's own keys and values, in whatever layer, are part of its last hidden state.
     """
     x, pools = _forward(params, pools, page_table, lengths, tokens, counts, static)
     T = tokens.shape[1]
@@ -131,9 +131,10 @@ def prefill_step(params, pools: Pools, page_table, lengths, rows, tokens, counts
     columns = jnp.where(jnp.arange(T) < counts[:, None], columns, pools.history.shape[1])
     history = pools.history.at[rows[:, None], columns].set(tokens, mode="drop")
     pools = dataclasses.replace(pools, history=history)
+    sound = (jnp.isfinite(x).all(axis=-1) | (jnp.arange(T) >= counts[:, None])).all(axis=-1)
     if not all_logits:
         x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], 1)[:, 0]
-    return pools, logits(static.model, params, x, _operands(tokens, static))
+    return pools, logits(static.model, params, x, _operands(tokens, static)), sound
 
 
 def decode_many(params, loop: Loop, options: SamplingArrays, halt, num_steps, *, static: Static, looped: bool):
@@ -176,12 +177,6 @@ def first_tokens(loop: Loop, prompt_logits, options: SamplingArrays, rows, lengt
     loop = dataclasses.replace(loop, own=own, done=loop.done & ~rows)
     loop, emitted = _emit(loop, prompt_logits, rows, options)
     return loop, jax.tree.map(lambda a: a[None], emitted)
-
-
-def are_finite(logits):
-    """Returns bool[R]: which rows of logits f32[R, V] are finite. Keys or values that are not, of any token that the row's last one
-    sees, make them NaN."""
-    return jnp.isfinite(logits).all(axis=-1)
 
 
 def collect_logits(buffer, new, source):
@@ -283,7 +278,6 @@ _STEPS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "decode": (prefill_step, ("pools",), ("static", "all_logits")),
     "decode_many": (decode_many, ("loop",), ("static", "looped")),
     "first_tokens": (first_tokens, ("loop",), ()),
-    "are_finite": (are_finite, (), ()),
     "collect_logits": (collect_logits, (), ()),
     "pick_rows": (pick_rows, (), ()),
     "copy_rows": (copy_rows, ("pools",), ("num_layers",)),

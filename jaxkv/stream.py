@@ -265,11 +265,13 @@ class Track:
         self.wants_logprobs = wants_logprobs
         self.finish_reason: str | None = None if limit else "length"  # nobody waits for it
 
-    def close(self) -> None:
-        """Nobody waits for more: shows what was held back."""
-        if self.finish_reason is None:
-            self.finish_reason = "cancelled"
-            self.text += self._end_of_text()
+    def close(self, reason: str = "cancelled") -> str:
+        """Nobody waits for more; returns the text that was held back."""
+        if self.finish_reason is not None:
+            return ""
+        self.finish_reason, text = reason, self._end_of_text()
+        self.text += text
+        return text
 
     def take(self, emitted: Emitted, step_index: int) -> TextEvent | None:
         """Takes this sequence's token of one step, if it emitted one; returns what a stream should show."""

@@ -11,7 +11,7 @@ from jaxkv.output import TextEvent
 from jaxkv.serving.request import Event, Result
 from jaxkv.serving.sequence import Sequence, SequenceGroup
 
-# Receipts of so many ended requests are kept, and results that nobody has collected where the caller steps by itself.
+# Of so many ended requests receipts are kept, and results that nobody has collected although all their events were told.
 KEPT = 1024
 
 
@@ -29,18 +29,16 @@ class Delivery:
         self._events: list[Event] = []  # for `events`, or for a stream that is not open yet
         self._streams: dict[int, collections.deque[Event]] = {}
         self._results: dict[int, list[Result]] = {}
+        self._told: collections.OrderedDict[int, None] = collections.OrderedDict()  # ended, not collected, every event told
         self._receipts: collections.OrderedDict[int, dict] = collections.OrderedDict()
         self._held: dict[int, list[int]] = {}
+        self._most_held = KEPT
 
     def expect(self, group: SequenceGroup) -> int:
         """A new request's sequences; returns its id."""
         id = group.first.id
         self._live[id] = list(group.sequences)
         return id
-
-    def is_live(self, id: int) -> bool:
-        """Whether a request has not ended."""
-        return id in self._live
 
     def live_ids(self) -> list[int]:
         """Requests that have not ended."""
@@ -63,9 +61,10 @@ class Delivery:
         self._results.setdefault(one.id, []).append(Result(one.id, one.index, tokens, text, reason, one.usage, logprobs))
         if self._is_held(one.owner):
             self._held.setdefault(one.id, []).append(one.owner)
-            for id in [id for id, owners in self._held.items() if not any(map(self._is_held, owners))]:
-                del self._held[id]  # ran out
-        if one.receipt:
+            if len(self._held) > self._most_held:  # some have run out, perhaps
+                self._held = {id: owners for id, owners in self._held.items() if any(map(self._is_held, owners))}
+                self._most_held = 2 * len(self._held) + KEPT
+        if one.receipt and (one.index == 0 or one.id not in self._receipts):
             self._receipts[one.id] = _receipt(one)
             while len(self._receipts) > KEPT:
                 self._receipts.popitem(last=False)
@@ -78,10 +77,14 @@ class Delivery:
     def events(self) -> list[Event]:
         """What is new of all requests without an open stream."""
         events, self._events = self._events, []
+        for event in events:
+            if event.finish_reason is not None:
+                self._tell(event.id)
         return events
 
     def results(self) -> dict[int, list[Result]]:
         """All that was not collected yet."""
+        self._events, self._told = [], collections.OrderedDict()
         results, self._results = self._results, {}
         return results
 
@@ -89,6 +92,9 @@ class Delivery:
         """A request's results, once; KeyError: it has not ended, is not known, or was collected already."""
         if id in self._live:
             raise KeyError(f"request {id} has not ended")
+        if id not in self._results:
+            raise KeyError(f"request {id} is not known, or its results were collected already, or {KEPT} ended after it")
+        self._told.pop(id, None)
         return self._results.pop(id)
 
     def stream(self, id: int, advance: Callable[[], None]) -> Iterator[Event]:
@@ -104,6 +110,7 @@ class Delivery:
                 while mine:
                     yield mine.popleft()
                 if id not in self._live:
+                    self._tell(id)
                     return
                 advance()
         finally:
@@ -115,22 +122,25 @@ class Delivery:
         live = self._live.get(id)
         if live and live[0].receipt is not None:
             return _receipt(live[0])
+        if id not in self._receipts:
+            raise KeyError(f"request {id} has not started, is not known, or {KEPT} ended after it")
         return self._receipts[id]
 
     def take_held(self, id: int) -> list[int]:
         """Owners of the pages that a request has on hold, once."""
         return [owner for owner in self._held.pop(id, ()) if self._is_held(owner)]
 
-    def trim(self) -> None:
-        """Forgets the oldest results beyond those that are kept for `collect`."""
-        old = set([id for id in self._results if id not in self._live][:-KEPT])
-        if old:
-            self._results = {id: results for id, results in self._results.items() if id not in old}
-            self._events = [event for event in self._events if event.id not in old]
+    def _tell(self, id: int) -> None:
+        """An event of a request that may have ended was the last one; the oldest results beyond those that are kept are forgotten."""
+        if id in self._results and id not in self._live:
+            self._told[id] = None
+        while len(self._told) > KEPT:
+            oldest, _ = self._told.popitem(last=False)
+            del self._results[oldest]
 
 
 def _receipt(one: Sequence) -> dict:
     assert one.receipt is not None
     cached = sum(one.cached.values())
-    tiers = {"cached_tokens": dict(one.cached), "reusable_tokens": cached, "suffix_tokens": one.prompt.size - cached}
-    return one.receipt.to_json() | tiers
+    tokens = {"cached_tokens": dict(one.cached), "reusable_tokens": cached, "suffix_tokens": one.prompt.size - cached}
+    return one.receipt.to_json() | tokens | {"decision": "reuse" if cached else "recompute"}

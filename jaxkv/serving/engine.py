@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 
-import jax
-import numpy as np
-
 from jaxkv.loading import Model
 from jaxkv.output import TextEvent
 from jaxkv.serving.admission import Admission
+from jaxkv.serving.assembly import base_fingerprint, kv_bytes_read, make_tiers, page_layout, weights_digest
 from jaxkv.serving.delivery import Delivery
-from jaxkv.serving.disk_tier import DiskTier
 from jaxkv.serving.engine_config import EngineConfig, check_quota
-from jaxkv.serving.fingerprint import Fingerprint
-from jaxkv.serving.host_tier import HostTier
 from jaxkv.serving.intake import Intake
 from jaxkv.serving.ladder import Ladder
 from jaxkv.serving.metrics import Metrics
 from jaxkv.serving.page_cache import PageCache
-from jaxkv.serving.page_data import PageLayout
 from jaxkv.serving.page_states import Evicted
 from jaxkv.serving.request import Event, Request, RequestRefused, Result
 from jaxkv.serving.restore import Restores
 from jaxkv.serving.runner import ModelRunner
 from jaxkv.serving.scheduler import Scheduler
-from jaxkv.serving.tiers import Tier, Tiers
-from jaxkv.serving.transfer_costs import TransferCosts
-from jaxkv.state import State, init_state
+from jaxkv.state import init_state
 
 
 class EngineFailed(RuntimeError):
@@ -75,8 +65,8 @@ class Engine:
             interpret=config.interpret,
         )
         num_pages, page_size = state.kv.refcounts.shape[0], state.kv.page_size
-        page_bytes, layout = state.kv.nbytes // num_pages, _page_layout(state)
-        base = _base_fingerprint(model, config, state, layout)
+        page_bytes, layout = state.kv.nbytes // num_pages, page_layout(state)
+        base = base_fingerprint(model, config, state, layout)
         self.runner = ModelRunner(state)
         secret = config.secret if config.secret is not None else secrets.token_bytes(32)
         self.cache = PageCache(
@@ -89,7 +79,7 @@ class Engine:
             reusable_ttl_s=config.reusable_ttl_s,
             on_evict=self._on_evict,
         )
-        self._tiers = _make_tiers(config, secret, layout)
+        self._tiers = make_tiers(config, secret, layout)
         self._restores = Restores(self._tiers, self.cache, self.runner) if self._tiers else None
         self.admission = Admission(
             config.plan,
@@ -120,7 +110,7 @@ class Engine:
             overcommit=config.overcommit,
             ladder=self._ladder,
             restores=self._restores,
-            kv_bytes=_kv_bytes(model, page_bytes // page_size),
+            kv_bytes=kv_bytes_read(model, page_bytes // page_size),
         )
         self._delivery = Delivery(self.cache.is_held, model.tokenizer is not None)
         self._draining = False
@@ -148,13 +138,12 @@ class Engine:
     def step(self) -> list[Event]:
         """One step of the scheduler; returns what is new, of all requests but those with an open `stream`.
 
-        Results wait for `collect`, the last 1,024 of them.
+        Results wait for `collect`: those of the last 1,024 requests that have ended and whose events were all told.
 
         Raises:
           EngineFailed: a step raised before.
         """
         self._advance()
-        self._delivery.trim()
         return self._delivery.events()
 
     def run(self) -> dict[int, list[Result]]:
@@ -166,7 +155,6 @@ class Engine:
         """
         while not self.scheduler.is_idle:
             self._advance(must_move=True)
-            self._delivery.events()
         return self._delivery.results()
 
     def stream(self, id: int) -> Iterator[Event]:
@@ -177,12 +165,7 @@ class Engine:
           ValueError: it has an open stream.
           RuntimeError, EngineFailed: as `run`.
         """
-
-        def advance():
-            self._advance(must_move=True)
-            self._delivery.trim()
-
-        return self._delivery.stream(id, advance)
+        return self._delivery.stream(id, lambda: self._advance(must_move=True))
 
     def collect(self, id: int) -> list[Result]:
         """The results of a request that has ended, once.
@@ -196,10 +179,10 @@ class Engine:
         """Ends a request wherever it is, with finish_reason "abort". Ids that are not known, or have ended, are ignored."""
         now = self._clock()
         for one in self.scheduler.abort(id):
-            one.track.finish_reason = "abort"
+            text = one.track.close("abort")
             decode_s = now - one.first_token_at if one.first_token_at is not None else 0.0
             self.metrics.finished("abort", now - one.arrived_at, one.prompt.size, len(one.track.tokens), decode_s)
-            self._delivery.take(one, TextEvent(one.index, -1, (), "", "abort"))
+            self._delivery.take(one, TextEvent(one.index, -1, (), text, "abort"))
         self.scheduler.observe()
 
     def drain(self) -> dict[int, list[Result]]:
@@ -272,8 +255,10 @@ class Engine:
           ValueError: another architecture, or answers have begun with the old weights: `run()` first.
         """
         before, base = self._intake.model, self._intake.base
-        if model.config != before.config or model.storage != before.storage:
-            raise ValueError("the new weights have another config or storage: make a new Engine")
+        for kind in ("config", "storage"):
+            new, old = dataclasses.asdict(getattr(model, kind)), dataclasses.asdict(getattr(before, kind))
+            if other := [f"{kind}.{name} {old[name]!r} -> {new[name]!r}" for name in new if new[name] != old[name]]:
+                raise ValueError(f"the new weights are of another architecture ({', '.join(other)}): make a new Engine")
         live = self._delivery.live()
         begun = sum(one.row >= 0 or bool(one.track.tokens) for one in live)
         if begun:
@@ -283,10 +268,10 @@ class Engine:
         revision = model_revision or weights_digest(model)
         self._intake.model, self._intake.base = model, dataclasses.replace(base, model_revision=revision)
         self.runner.swap_params(model.params)
-        old = lambda fingerprint: fingerprint.model_revision != revision
-        self.cache.drop(old)
+        is_old = lambda fingerprint: fingerprint.model_revision != revision
+        self.cache.drop(is_old)
         if self._tiers:
-            self._tiers.drop_where(old)
+            self._tiers.drop_where(is_old)
         for one in live:
             one.fingerprint = dataclasses.replace(one.fingerprint, model_revision=revision)
 
@@ -340,52 +325,3 @@ class Engine:
         self.metrics.evicted(len({one.page for one in evicted}))
         if self._restores is not None:
             self._restores.on_evict(evicted)
-
-
-def weights_digest(model: Model) -> str:
-    """SHA-256 of config, storage and every weight, as hex: about a second a GB."""
-    digest = hashlib.sha256(repr((model.config, model.storage)).encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
-        array = np.asarray(leaf)
-        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
-
-
-def _base_fingerprint(model: Model, config: EngineConfig, state: State, layout: PageLayout) -> Fingerprint:
-    """What all requests of an engine have in common."""
-    return Fingerprint(
-        model_revision=config.model_revision or weights_digest(model),
-        tokenizer_revision=model.tokenizer.revision if model.tokenizer else None,
-        position_encoding=repr((model.config.ropes, model.config.layer_ropes)),
-        adapter=None,
-        system_prompt=None,
-        tenant=None,
-        acl_epoch=None,
-        kv_dtype=config.kv_dtype or state.kv.k_pages.dtype.name,
-        layout=f"{layout} {state.static.platform}",
-        page_size=state.kv.page_size,
-    )
-
-
-def _kv_bytes(model: Model, bytes_per_token: int) -> Callable[[int], int]:
-    """Bytes of keys and values that a decode step reads for a row: a layer with a window reads no more than that."""
-    windows, of_layer = collections.Counter(model.config.layer_windows), bytes_per_token // model.config.num_layers
-    return lambda stored: of_layer * sum(n * (min(stored, window) if window else stored) for window, n in windows.items())
-
-
-def _make_tiers(config: EngineConfig, secret: bytes, layout: PageLayout) -> Tiers | None:
-    tiers: list[Tier] = []
-    if config.host_bytes:
-        tiers.append(HostTier(config.host_bytes, config.host_dtype))
-    if config.disk_folder is not None:
-        tiers.append(DiskTier(config.disk_folder, config.disk_bytes, secret))
-    return Tiers(tiers, layout, cost=TransferCosts(max_pending_bytes=config.tier_backlog_bytes)) if tiers else None
-
-
-def _page_layout(state: State) -> PageLayout:
-    """How a page of this pool lies when it is elsewhere."""
-    L, scales = state.static.model.num_layers, state.kv.kv_scales
-    _, K, P, H = state.kv.k_pages.shape
-    scales_shape = None if scales is None else (L, 2, scales.shape[2], scales.shape[3])
-    return PageLayout((L, K, P, H), state.kv.k_pages.dtype.name, scales_shape)

@@ -235,24 +235,29 @@ class PageCache:
         if len(rows) > len(sequence.pages):
             raise ValueError(f"the tokens fill {len(rows)} pages, {owner=} has {len(sequence.pages)}")
         added = publish(self._states, sequence, fingerprint, rows, fingerprint.root(self._secret), keys, spare_pages)
-        # In the order of the chain: where one is not in the index, none behind it is.
-        self._unannounce(owner, list(itertools.takewhile(self._states.index.entries.__contains__, sequence.announced)))
+        # Those too that did not enter the index: whoever waits for them must look again.
+        self._unannounce(owner, list(itertools.takewhile(lambda key: sequence.announced[key] < len(rows), sequence.announced)))
         return added
 
     def announce(self, owner: int, keys: Iterable[bytes]) -> None:
-        """Says that this sequence is computing the pages of these keys, until it publishes or lets go of them.
+        """Says that this sequence is computing the pages of these keys, which follow those it found, until it publishes or lets go.
 
         A key keeps the first owner that announced it. Others with the same prefix may wait instead of computing it too.
         """
         sequence = self._running(owner)
         if not sequence.retired:
-            for key in keys:
+            for place, key in enumerate(keys, sequence.found):
                 if self._announced.setdefault(key, owner) == owner:
-                    sequence.announced[key] = None
+                    sequence.announced[key] = place
 
-    def is_announced(self, key: bytes) -> int | None:
+    def announcer(self, key: bytes) -> int | None:
         """Returns who is computing the page of this key; None if nobody is."""
         return self._announced.get(key)
+
+    def retire(self, owner: int) -> None:
+        """This sequence publishes nothing from here on: what it computed is not sound."""
+        self._running(owner).retired = True
+        self._unannounce(owner, list(self._sequences[owner].announced))
 
     def _unannounce(self, owner: int, keys: Sequence[bytes]) -> None:
         for key in keys:

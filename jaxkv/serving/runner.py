@@ -136,19 +136,19 @@ class ModelRunner:
             rows = np.array([chunk.row for chunk in batch], np.int32)
             starts = np.array([chunk.start for chunk in batch], np.int32)
             tokens = [chunk.tokens for chunk in batch]
-            pools, logits = dispatch_prefill(self._state, self._loop.pools, own, rows, tokens, starts, T)
+            pools, logits, sound = dispatch_prefill(self._state, self._loop.pools, own, rows, tokens, starts, T)
             self._pools(pools)
             samplers = [(row, place) for place, chunk in enumerate(batch) for row in chunk.samplers]
             if samplers or self._logits is None:
                 self._logits = collect(self._state, self._logits, logits, [r for r, _ in samplers], [p for _, p in samplers])
-            tickets.append((places, step("are_finite", self._platform)(logits)))
+            tickets.append((places, sound))
         return tickets
 
     def read_prefill(self, ticket: list[tuple[list[int], jax.Array]]) -> list[bool]:
-        sound: dict[int, bool] = {}
-        for places, finite in ticket:
-            sound.update(zip(places, jax.device_get(finite).tolist(), strict=False))  # padded rows come last
-        return [sound[i] for i in range(len(sound))]
+        found: dict[int, bool] = {}
+        for places, sound in ticket:
+            found.update(zip(places, jax.device_get(sound).tolist(), strict=False))  # padded rows come last
+        return [found[i] for i in range(len(found))]
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int], row_src: Sequence[int], row_dst: Sequence[int]) -> None:
         B = self.num_slots
@@ -237,11 +237,10 @@ class ModelRunner:
         """Runs a prefill of R empty rows of T tokens: compiles it."""
         own = dataclasses.replace(self._loop.own, page_table=self._table)
         nothing = [np.zeros(0, np.int32)] * R
-        pools, logits = dispatch_prefill(
+        pools, logits, _ = dispatch_prefill(
             self._state, self._loop.pools, own, np.zeros(R, np.int32), nothing, np.zeros(R, np.int32), T
         )
         self._pools(pools)
-        step("are_finite", self._platform)(logits)
         self._logits = collect(self._state, self._logits, logits, [], [])
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,11 @@ class Running:
         """The samples that wait for this one's prompt."""
         return self._children[first.owner]
 
+    def group_of(self, one: Sequence) -> list[Sequence]:
+        """Who can only give way together: a sequence whose prompt is being stored and the samples that wait for it; else it alone."""
+        groups = ([first, *self._children[first.owner]] for first in self.prefilling)
+        return next((group for group in groups if one in group), [one])
+
     def allocate(self, group: SequenceGroup, match: Match, each: int) -> None:
         """Takes the pages of a group's prompt, and promises every sequence so much that it will have `each` pages.
 
@@ -81,10 +87,16 @@ class Running:
             one.row, one.keys = self._free_rows.pop(), match.keys
             found = group.goal[: match.num_tokens] if one is first else nothing
             self._runner.seat(one.row, one.pages, self._options(one), found)
-        first.goal, first.stored = group.goal, match.num_tokens
-        bisect.insort(self.prefilling, first, key=lambda one: (one.order, one.owner))
+        first.goal, first.stored, first.hurry = group.goal, match.num_tokens, math.inf
+        bisect.insort(self.prefilling, first, key=_place)
         self._children[first.owner] = group.sequences[1:]
         self._cache.announce(first.owner, match.keys[len(match.pages) :])
+
+    def hurry(self, orders: Mapping[int, float]) -> None:
+        """Says for whom somebody waits: the most urgent order, by owner of the pages awaited. Nobody waits for the others."""
+        for one in self.prefilling:
+            one.hurry = orders.get(one.owner, math.inf)
+        self.prefilling.sort(key=_place)
 
     def begin(self, first: Sequence) -> list[Sequence]:
         """The prompt is stored: samples share its full pages, each has its partial page, and all decode. Returns them."""
@@ -101,10 +113,11 @@ class Running:
         return [first, *children]
 
     def extend(self, one: Sequence) -> bool:
-        """Gives a sequence a page more; False: there is none."""
-        more = self._cache.extend(one.owner, 1)
-        if more is None:
+        """Gives a sequence a page more; False: there is none that is not promised to others."""
+        if not one.promised and self.spare_pages < 1:
             return False
+        more = self._cache.extend(one.owner, 1)
+        assert more is not None  # promises never exceed what is there
         self._runner.set_pages(one.row, more, len(one.pages))
         one.pages += more
         taken = min(one.promised, 1)
@@ -117,6 +130,12 @@ class Running:
         if one.request.use_cache:
             # Publishing may point at pages that were reusable; those promised to others must stay available.
             self._cache.publish(one.owner, one.fingerprint, tokens, one.keys, spare_pages=self.spare_pages)
+
+    def retire(self, one: Sequence) -> None:
+        """What a sequence stored is not sound: neither it nor the samples that share its prompt publish anything."""
+        for other in self:
+            if other.id == one.id:
+                self._cache.retire(other.owner)
 
     def leave(self, one: Sequence) -> None:
         """Takes a sequence off its row. Steps in flight may still write to its pages: whoever gets those writes after them."""
@@ -136,3 +155,8 @@ class Running:
         self._cache.release(one.owner, hold=hold)
         self.promised_pages -= one.promised
         one.promised = 0
+
+
+def _place(one: Sequence) -> tuple[float, int]:
+    """Whose chunks go first."""
+    return min(one.order, one.hurry), one.owner

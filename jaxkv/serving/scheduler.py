@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 # What a measurement of prefill still weighs after the next one, and how much slower than the last ones it may count: a compile or a
 # pause of the machine fades.
 _DECAY, _OUTLIER = 0.8, 4.0
+# A dispatch that was under way while the caller did something else is not measured, where that took more than this share of its time.
+_MOST_PAUSE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Scheduler:
         self._events: list[tuple[Sequence, TextEvent]] = []
         self._ttl_s = cache.reusable_ttl_s
         self._read_at = 0.0  # when the last ticket was read
+        self._entered_at = self._left_at = clock()  # the present step, the one before
         self._measured_s = self._measured_tokens = 0.0  # of prefill, fading
 
     @property
@@ -127,6 +130,7 @@ class Scheduler:
 
     def step(self) -> list[tuple[Sequence, TextEvent]]:
         """One turn; returns what became known of sequences, in order."""
+        self._entered_at = self._clock()
         self._cache.tick()
         if self._restores is not None:
             self._restores.finish(self._running.promised_pages)
@@ -142,6 +146,7 @@ class Scheduler:
         self.update_ladder()
         self.observe(in_step=True)
         events, self._events = self._events, []
+        self._left_at = self._clock()
         return events
 
     def abort(self, id: int) -> list[Sequence]:
@@ -166,9 +171,9 @@ class Scheduler:
         first = group.first
         if first.started_at is None:  # not one that was preempted: what it finds then, it had stored itself
             receipt = self._cache.receipt(first.fingerprint, group.goal, match)
+            cached = {"device": match.num_tokens} if match.num_tokens else {}  # one for all: what else is found counts for each
             for one in group.sequences:
-                one.cached = {"device": match.num_tokens} if match.num_tokens else {}
-                one.receipt = receipt
+                one.cached, one.receipt = cached, receipt
         if self._restores is not None:
             self._restores.start(first, match)
 
@@ -243,9 +248,15 @@ class Scheduler:
         """Publishes chunks: who waits for their pages may have them while the rest of the prompt is being stored."""
         sound = self._runner.read_prefill(ticket.result)
         for (one, row, tokens), is_sound in zip(ticket.chunks, sound, strict=True):
-            if is_sound and one.row == row:
+            if one.row != row:
+                continue
+            if is_sound:
                 self._running.publish(one, tokens)
-        self._measure(self._seconds(ticket), ticket.num_tokens)
+            else:
+                self._running.retire(one)
+        seconds = self._seconds(ticket)
+        if seconds is not None:
+            self._measure(seconds, ticket.num_tokens)
 
     def _read_sampled(self, ticket: _Sampled) -> None:
         """Takes the tokens that a dispatch gave; ends sequences."""
@@ -271,13 +282,15 @@ class Scheduler:
                 self._finish(one, now)
         self._metrics.tokens(count, gaps)
         seconds = self._seconds(ticket)
-        if ticket.kv_bytes:
+        if ticket.kv_bytes and seconds is not None:
             self._metrics.kv_read(ticket.kv_bytes, seconds)
 
-    def _seconds(self, ticket: _Stored | _Sampled) -> float:
-        """What the device took for a ticket just read: it does one after the other."""
+    def _seconds(self, ticket: _Stored | _Sampled) -> float | None:
+        """What the device took for a ticket just read: it does one after the other. None: nobody knows, for the caller was away."""
         before, self._read_at = max(ticket.dispatched_at, self._read_at), self._clock()
-        return self._read_at - before
+        seconds = self._read_at - before
+        away = self._entered_at - self._left_at if before <= self._left_at else 0.0
+        return seconds if away <= _MOST_PAUSE * seconds else None
 
     def _measure(self, seconds: float, num_tokens: int) -> None:
         """Notes what storing so many tokens took."""
@@ -316,29 +329,30 @@ class Scheduler:
 
     def _give_page(self, one: Sequence) -> None:
         """Where nothing was reserved and there is no page, the youngest gives way: the oldest always goes on."""
-        while not self._running.extend(one):
-            while self._tickets:  # what is in flight may end someone
+        while one.row >= 0 and not self._running.extend(one):
+            if self._tickets:  # what is in flight may end someone
                 self._read(self._tickets.popleft())
-            if self._cache.available_pages == 0:
-                self._preempt(max(self._running, key=lambda other: (other.order, other.owner)))
-            if one.row < 0:
-                return
+            else:
+                self._preempt(self._running.group_of(self._victim()))
 
-    def _preempt(self, one: Sequence) -> None:
-        """Puts a sequence back into the queue; its full pages stay matchable, in a slower tier where bringing them back pays."""
-        kind, children = "recompute", []
-        if one in self._running.prefilling:
-            children = list(self._running.children(one))
-        elif one.row in self._running.decoding and one.request.use_cache:
-            self._running.publish(one, one.history[:-1])
-            if self._restores is not None and self._restores.keep(one):
+    def _victim(self) -> Sequence:
+        """The youngest; of those who have taken all that was promised to them, if there is one beside the oldest."""
+        by_age = sorted(self._running, key=lambda one: (one.order, one.owner))
+        return next((one for one in reversed(by_age[1:]) if not one.promised), by_age[-1])
+
+    def _preempt(self, group: list[Sequence]) -> None:
+        """Puts sequences back into the queue; full pages stay matchable, in a slower tier where bringing them back pays."""
+        kind, first = "recompute", group[0]
+        if first.row in self._running.decoding and first.request.use_cache:
+            self._running.publish(first, first.history[:-1])
+            if self._restores is not None and self._restores.keep(first):
                 kind = "swap"
-        for other in (*children, one):
-            self._running.leave(other)
-            self._release(other)
-            other.goal, other.stored, other.pages = None, 0, []
+        for one in reversed(group):
+            self._running.leave(one)
+            self._release(one)
+            one.goal, one.stored, one.pages = None, 0, []
         self._metrics.preempted(kind)
-        self._starter.push(SequenceGroup([one, *children], one.order))
+        self._starter.push(SequenceGroup(group, first.order))
 
     # Watching
 
@@ -356,6 +370,10 @@ class Scheduler:
         allocated = cache.active_pages * P
         with_pages = (*self._running.decoding.values(), *self._running.prefilling)
         unused = sum(len(one.pages) * P - one.stored for one in with_pages)
+        for first in self._running.prefilling:
+            assert first.goal is not None
+            shared = first.goal.size // P
+            unused += sum((len(child.pages) - shared) * P for child in self._running.children(first))
         self._metrics.gauges(
             running=len(self._running),
             waiting=self._starter.queue.num_sequences,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -26,7 +27,8 @@ class Sequence:
     track: Track  # its tokens, text and end
     seed: int
     arrived_at: float  # seconds, of the scheduler's clock
-    order: float  # of its job in the queue
+    order: float  # of its group in the queue
+    hurry: float = math.inf  # the order of the most urgent group that waits for pages that it is storing
     pages: list[int] = dataclasses.field(default_factory=list)  # logical order
     promised: int = 0  # pages reserved beside these
     goal: np.ndarray | None = None  # i32, tokens to store before it samples; None: it samples already

@@ -32,8 +32,8 @@ class SequencePages:
     entry: Entry | None = None  # the deepest one of its chain that publish has seen
     duplicates: list[int] = dataclasses.field(default_factory=list)  # others' pages in that chain, not pinned yet
     pins: dict[int, None] = dataclasses.field(default_factory=dict)
-    announced: dict[bytes, None] = dataclasses.field(default_factory=dict)
-    retired: bool = False  # its fingerprint was dropped while it ran: it publishes nothing
+    announced: dict[bytes, int] = dataclasses.field(default_factory=dict)  # the logical page of each key
+    retired: bool = False  # its fingerprint was dropped while it ran, or its pages are not sound: it publishes nothing
     held_until_s: float | None = None  # None: it runs
 
     def check_publisher(self, owner: int, fingerprint: Fingerprint) -> None:

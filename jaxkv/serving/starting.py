@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+from collections.abc import Sequence as Many
 
 from jaxkv.kv.pages import num_pages_needed
 from jaxkv.serving.admission import Admission
@@ -12,8 +15,8 @@ from jaxkv.serving.running import Running
 from jaxkv.serving.sequence import SequenceGroup
 from jaxkv.serving.waiting import WaitingQueue
 
-# Groups looked at in one step: what a step costs must not depend on how many came at once.
-_TRIES = 16
+# Groups looked at in one step, and tokens of their prompts: what a step costs must not depend on how many came at once.
+_GROUPS, _TOKENS = 16, 1 << 15
 
 
 class Starter:
@@ -52,20 +55,22 @@ class Starter:
         if not self._running.num_free_rows or self._full_at == self._running.spare_pages:
             return started
         self._full_at = None
-        for group in self.queue.in_order(_TRIES):
-            if len(group.sequences) > self._running.num_free_rows:
-                break
-            match = self._match(group)
-            key = self._last_computed(match)
-            if key is not None:
-                self.queue.park(group, key)
-            elif self._fits(group, match):
+        tokens = 0
+        # Closed at once where it is left early: it puts back those that it took out of the heap.
+        with contextlib.closing(self.queue.in_order(_GROUPS)) as groups:
+            for group in groups:
+                if tokens >= _TOKENS or len(group.sequences) > self._running.num_free_rows:
+                    break
+                tokens += group.goal.size
+                match = self._match(group)
+                if self._parked(group, match):
+                    continue
+                if not self._fits(group, match):
+                    self._full_at = self._running.spare_pages
+                    break
                 self.queue.remove(group)
                 self._running.seat(group, match)
                 started.append((group, match))
-            else:
-                self._full_at = self._running.spare_pages
-                break
         return started
 
     def _match(self, group: SequenceGroup) -> Match:
@@ -75,14 +80,25 @@ class Starter:
         group.match = self._cache.match(first.fingerprint, group.goal, public=public, keys=known)
         return group.match
 
-    def _last_computed(self, match: Match) -> bytes | None:
-        """The key of the last page behind the match that another sequence is computing; None: nobody computes the next one."""
-        last = None
-        for key in match.keys[len(match.pages) :]:
-            if self._cache.is_announced(key) is None:
-                break
-            last = key
-        return last
+    def _parked(self, group: SequenceGroup, match: Match) -> bool:
+        """Parks a group under the last page behind its match that another sequence is computing; False: nobody computes the next."""
+        # The last token is always computed, so a page that ends with it would not be taken.
+        usable = match.keys[len(match.pages) : (group.goal.size - 1) // self._cache.page_size]
+        computed = list(itertools.takewhile(lambda key: self._cache.announcer(key) is not None, usable))
+        if not computed:
+            return False
+        self.queue.park(group, computed[-1])
+        self._hurry()
+        return True
+
+    def _hurry(self) -> None:
+        """Whoever is waited for is as urgent as who waits: else those between the two would go before both."""
+        orders: dict[int, float] = {}
+        for key, order in self.queue.awaited.items():
+            owner = self._cache.announcer(key)
+            if owner is not None:
+                orders[owner] = min(order, orders.get(owner, order))
+        self._running.hurry(orders)
 
     def _fits(self, group: SequenceGroup, match: Match) -> bool:
         """Takes the pages of a group if it may start."""
@@ -97,6 +113,7 @@ class Starter:
         self._running.allocate(group, match, each)
         return True
 
-    def _settled(self, keys) -> None:
-        self.queue.wake(keys)
-        self._full_at = None
+    def _settled(self, keys: Many[bytes]) -> None:
+        if self.queue.wake(keys):
+            self._full_at = None
+            self._hurry()

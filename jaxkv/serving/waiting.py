@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 from jaxkv.serving.sequence import SequenceGroup
 
@@ -24,6 +24,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, SequenceGroup]] = []
         self._parked: dict[bytes, list[SequenceGroup]] = {}  # by the key that they await
+        self.awaited: dict[bytes, float] = {}  # these keys, and the most urgent order that awaited each
         self._of_id: dict[int, list[SequenceGroup]] = {}  # a request that was preempted may wait in several groups
         self._count, self._ties = 0, itertools.count()
         self.num_sequences = 0  # samples of one request count each
@@ -39,7 +40,7 @@ class WaitingQueue:
         self._count += 1
         self.num_sequences += len(group.sequences)
 
-    def in_order(self, most: int) -> Iterator[SequenceGroup]:
+    def in_order(self, most: int) -> Generator[SequenceGroup]:
         """The first `most` groups in order. They stay; the one yielded last may be removed or parked before the next is asked for."""
         seen: list[tuple[float, int, SequenceGroup]] = []
         try:
@@ -57,13 +58,18 @@ class WaitingQueue:
         """Leaves out the group that `in_order` yielded last, until `wake` is told of this key."""
         group.awaits = key
         self._parked.setdefault(key, []).append(group)
+        self.awaited[key] = min(group.order, self.awaited.get(key, group.order))
 
-    def wake(self, keys: Iterable[bytes]) -> None:
-        """Pages of these keys are there, or nobody is computing them any more: who awaits them has its place in the order again."""
-        for key in keys:
-            for group in self._parked.pop(key, ()):
-                group.awaits = None
-                heapq.heappush(self._heap, (group.order, group.tie, group))
+    def wake(self, keys: Iterable[bytes]) -> int:
+        """Pages of these keys are there, or nobody is computing them any more: who awaits them has its place in the order again.
+        Returns how many those are."""
+        woken = [group for key in keys for group in self._parked.pop(key, ())]
+        for group in woken:
+            assert group.awaits is not None
+            self.awaited.pop(group.awaits, None)
+            group.awaits = None
+            heapq.heappush(self._heap, (group.order, group.tie, group))
+        return len(woken)
 
     def remove(self, group: SequenceGroup) -> None:
         """Takes a waiting group out."""
@@ -72,7 +78,7 @@ class WaitingQueue:
             parked = self._parked[group.awaits]
             parked.remove(group)
             if not parked:
-                del self._parked[group.awaits]
+                del self._parked[group.awaits], self.awaited[group.awaits]
         groups = self._of_id[group.first.id]
         groups.remove(group)
         if not groups:

@@ -255,7 +255,7 @@ class World:
         self.model.seqs[owner] = Seq(match.fingerprint, list(tokens), list(match.pages), found, found * P, prompt)
         self.model.take(owner, tenant, num, pages[found:])
         self.handed_out(pages[found:])
-        assert self.cache.is_announced(b"nobody's") is None
+        assert self.cache.announcer(b"nobody's") is None
         self.cache.announce(owner, match.keys[found:])
         if restore:
             self.restore(owner, match)

@@ -194,7 +194,7 @@ def test_nothing_is_published_after_a_drop():
     cache.announce(1, [b"key"])
     match = cache.match(A, text(9))
     assert cache.drop(lambda fp: fp.model_revision == "r0") == 2
-    assert cache.hit(text(9)) == 0 and cache.is_announced(b"key") is None
+    assert cache.hit(text(9)) == 0 and cache.announcer(b"key") is None
     assert [cache.publish(owner, A, text(12)) for owner in running] == [0, 0]
     with pytest.raises(StaleMatch, match="dropped"):
         cache.allocate(2, "a", 1, match)
@@ -380,15 +380,15 @@ def test_a_follower_sees_who_computes_its_pages():
     cache.announce(first, match.keys)
     cache.allocate(2, "a", 4)
     cache.announce(2, match.keys)
-    assert [cache.is_announced(key) for key in match.keys] == [first] * 3 and not settled
+    assert [cache.announcer(key) for key in match.keys] == [first] * 3 and not settled
     cache.publish(first, A, text(8))
-    assert [cache.is_announced(key) for key in match.keys] == [None, None, first]
+    assert [cache.announcer(key) for key in match.keys] == [None, None, first]
     assert settled == list(match.keys[:2])
     cache.check()
     cache.release(2)
-    assert cache.is_announced(match.keys[2]) == first
+    assert cache.announcer(match.keys[2]) == first
     cache.release(first)
-    assert settled == list(match.keys) and cache.is_announced(match.keys[2]) is None
+    assert settled == list(match.keys) and cache.announcer(match.keys[2]) is None
 
 
 def test_options_are_checked():

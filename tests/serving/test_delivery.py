@@ -1,0 +1,103 @@
+"""What comes out of an engine: every event once, every result until it is collected, one receipt a request."""
+
+import engine
+import numpy as np
+import pytest
+from engine import make_model, prompt
+
+from jaxkv import Engine, EngineConfig, Request, Sampling, TextEvent
+from jaxkv.serving.delivery import Delivery
+from jaxkv.serving.fingerprint import Fingerprint
+from jaxkv.serving.sequence import Sequence, SequenceGroup
+from jaxkv.stream import Track
+
+SIZES = dict(num_slots=4, max_tokens_per_slot=96, page_size=8)
+SMALL = 13
+FINGERPRINT = Fingerprint(
+    model_revision="m", tokenizer_revision=None, position_encoding=None, adapter=None, system_prompt=None, tenant="a",
+    acl_epoch=None, kv_dtype="float32", layout="", page_size=8,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(tokenizer=engine.FakeTokenizer())
+
+
+def test_streaming_one_request_loses_no_other(model, monkeypatch):
+    """Twelve end while one is streamed, though results of five are kept: nobody was told of those twelve yet."""
+    monkeypatch.setattr("jaxkv.serving.delivery.KEPT", 5)
+    e = Engine(model, EngineConfig(**SIZES))
+    long = e.submit(Request(prompt(5), 60))
+    others = [e.submit(Request(prompt(5, seed=i), 2)) for i in range(12)]
+    list(e.stream(long))
+    assert len(e.collect(long)[0].tokens) == 60
+    told = [event.id for event in e.step() if event.finish_reason]
+    assert told == others
+    assert sorted(e.run()) == others[-5:]  # now all were told, and those that nobody collected are the last five
+
+
+def test_run_returns_everything_however_much_that_is(model, monkeypatch):
+    monkeypatch.setattr("jaxkv.serving.delivery.KEPT", 5)
+    e = Engine(model, EngineConfig(**SIZES))
+    ids = [e.submit(Request(prompt(5, seed=i), 2)) for i in range(12)]
+    assert list(e.run()) == ids
+    for call in (e.collect, e.receipt):
+        with pytest.raises(KeyError, match="request 99 "):
+            call(99)
+    assert e.receipt(ids[-1])["decision"] == "recompute"
+    with pytest.raises(KeyError, match="5 ended after it"):
+        e.receipt(ids[0])
+
+
+def test_samples_have_one_receipt(model):
+    """What a tier brought back counts for each sample of the prompt, and the receipt says that something was reused."""
+    e = Engine(model, EngineConfig(**SIZES, num_pages=SMALL, host_bytes=1 << 26))
+    e._restores.recompute_s_per_token = 10.0
+    e.scheduler._measure = lambda *measured: None
+    texts = [prompt(40, seed=k) for k in range(3)]
+    for text in texts:
+        e.submit(Request(text, 4))
+        e.run()
+        for lane in e._tiers._lanes.values():
+            lane.stores.submit(lambda: None).result()
+    id = e.submit(Request(texts[0], 4, Sampling(temperature=1.0, seed=1, n=2)))
+    results = e.run()[id]
+    receipt = e.receipt(id)
+    assert receipt["cached_tokens"]["host"] > 0
+    assert receipt["decision"] == "reuse" and receipt["reusable_tokens"] + receipt["suffix_tokens"] == 40
+    assert [one.usage.cached_tokens for one in results] == [receipt["reusable_tokens"]] * 2
+    e.close()
+
+
+def test_text_that_a_stop_string_held_back_comes_with_an_abort(model):
+    text = prompt(20, seed=1)
+    e = Engine(model, EngineConfig(**SIZES))
+    id = e.submit(Request(text, 12))
+    plain = e.run()[id][0]
+    stop = plain.text[3:7] + "\0 never"
+    id = e.submit(Request(text, 12, Sampling(stop=stop)))
+    events = []
+    while not events or len(events[-1].text) > 0:  # until a token's text is held back
+        events += e.step()
+    shown = "".join(event.text for event in events)
+    e.abort(id)
+    events += e.step()
+    result = e.collect(id)[0]
+    assert "".join(event.text for event in events) == result.text
+    assert plain.text.startswith(result.text) and len(result.text) > len(shown)
+
+
+def test_holds_that_ran_out_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr("jaxkv.serving.delivery.KEPT", 4)
+    held = set()
+    delivery = Delivery(held.__contains__, with_text=False)
+    for id in range(50):
+        held.add(id)
+        track = Track(0, -1, 1, None, None, False)
+        one = Sequence(id, id, Request([1], 1, hold=True), np.ones(1, np.int32), FINGERPRINT, track, 0, 0.0, 0.0)
+        delivery.expect(SequenceGroup([one], 0.0))
+        delivery.take(one, TextEvent(0, -1, (), "", "length"))
+        held.discard(id - 2)
+    assert len(delivery._held) <= 12
+    assert delivery.take_held(49) == [49] and delivery.take_held(49) == [] == delivery.take_held(3)
