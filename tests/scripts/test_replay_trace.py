@@ -71,7 +71,7 @@ def test_pools_are_compared_and_counts_add_up(cache):
     assert found[0]["block_hit_rate"] > found[2]["block_hit_rate"] and found[0]["evicted_pages"] == 0 < found[2]["evicted_pages"]
 
 
-def test_tiers_and_policies_and_costs_do_something(cache):
+def test_tiers_bring_back_what_came_long_ago(cache):
     small = (TRACE, f"--pool_gib={200.5 * PAGE_GIB}", "--num_slots=8")
     (plain,) = results(*small, cache=cache)
     assert (plain["pool_pages"], plain["policy"], plain["tier_loaded_pages"]) == (200, "lru", {})
@@ -81,17 +81,22 @@ def test_tiers_and_policies_and_costs_do_something(cache):
     assert tiered["tier_loaded_pages"]["host"] == 0 < tiered["tier_loaded_pages"]["disk"]  # all that comes again was long ago
     assert tiered["cached_tokens"]["disk"] == 512 * tiered["tier_loaded_pages"]["disk"]
     check_counts(tiered, 160, INPUT_TOKENS, OUTPUT_TOKENS)
-    (hosted,) = results(*small, "--host_gib=600", cache=cache)
-    assert hosted["tier_loaded_pages"]["host"] == tiered["tier_loaded_pages"]["disk"]
     # A disk slower than the device computes (17 ms a page; loading its 67 MB would take 67 ms) is left alone.
-    (slow,) = results(*small, "--disk_gib=600", "--disk_gbps=1", cache=cache)
-    assert slow["tier_loaded_pages"] == {"disk": 0} and slow["block_hit_rate"] == plain["block_hit_rate"]
+    (hosted,) = results(*small, "--host_gib=600", "--disk_gib=600", "--disk_gbps=1", cache=cache)
+    assert hosted["tier_loaded_pages"] == {"host": tiered["tier_loaded_pages"]["disk"], "disk": 0}
+
+
+def test_costs_and_policies_do_something(cache):
+    pool = f"--pool_gib={200.5 * PAGE_GIB}"
     costs = ("--prefill_us_per_token=5", "--decode_ms_per_step=50", "--kv_ns_per_token=1", "--kv_bytes_per_token=65536")
-    (costly,) = results(*small, *costs, "--max_requests=20", "--prefill_tokens=512", "--overcommit", cache=cache)
+    more = ("--max_requests=20", "--prefill_tokens=512", "--overcommit", "--speedup=0.001")
+    (costly,) = results(TRACE, pool, *costs, *more, "--num_slots=4", cache=cache)
     assert costly["requests"] == 20 and costly["tpot_p50_s"] > 0.05 and costly["pool_pages"] == 401
-    (hurried,) = results(*small, "--speedup=1000", "--ladder", cache=cache)
-    assert hurried["requests_rejected"]["ladder"] > 0 and hurried["simulated_s"] < plain["simulated_s"]
-    check_counts(hurried, 160, INPUT_TOKENS, OUTPUT_TOKENS)
+    arrivals_s = [json.loads(line)["timestamp"] / 1e3 for line in traces.FIRST_160.read_text().splitlines()]
+    assert costly["simulated_s"] > 1000 * arrivals_s[19] > 0
+    (pressed,) = results(TRACE, pool, "--ladder", "--num_slots=16", cache=cache)
+    assert pressed["requests_rejected"]["ladder"] > 0
+    check_counts(pressed, 160, INPUT_TOKENS, OUTPUT_TOKENS)
 
 
 def test_the_report_and_the_plot(cache, tmp_path):
