@@ -34,6 +34,7 @@ _NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}}){re.escape(_SUFFIX)}")
 _TEMP = re.compile(rf"\.{_NAME.pattern}\..*\.tmp")  # atomic_write's
 # After so much of its capacity was written, a process looks at the whole folder again, for what others wrote meanwhile.
 _RESCAN_FRACTION = 1 / 16
+_TICK_NS = 2_000_000_000  # the coarsest time of change that file systems keep
 _REASONS = {
     errno.ENOSPC: "disk_full",
     errno.EDQUOT: "disk_full",
@@ -94,7 +95,7 @@ class DiskTier:
         self._stale_temp_s, self._wall_clock = stale_temp_s, wall_clock
         self._lock = threading.Lock()
         self._files: collections.OrderedDict[bytes, _File] = collections.OrderedDict()
-        self._nbytes = self._written_since_scan = self._last_ns = 0
+        self._nbytes = self._written_since_scan = self._last_ns = self._refreshed_ns = 0
         self._warned: set[str] = set()
         self._scan()
 
@@ -113,10 +114,14 @@ class DiskTier:
         return key in self._files
 
     def refresh(self) -> None:
-        """Learns which files others have written or removed since. Reads the folder's names, and looks at new files only."""
+        """Learns which files others have written or removed since. Reads the folder's names if that has changed, and looks at new
+        files only."""
         with self._lock:
             before, here = set(self._files), set()
         try:
+            changed_ns = os.stat(self.folder).st_mtime_ns
+            if changed_ns == self._refreshed_ns:
+                return
             with os.scandir(self.folder) as entries:
                 for entry in entries:
                     if match := _NAME.fullmatch(entry.name):
@@ -124,6 +129,8 @@ class DiskTier:
         except OSError as error:
             self._failed(error, pages=0)
             return
+        # What comes in the same tick of the folder's clock as this would not show: a folder that has just changed is read again.
+        self._refreshed_ns = changed_ns if self._wall_clock() * 1e9 - changed_ns > _TICK_NS else 0
         for key in before - here:  # what was written while the names were read may not be among them: it was not known before
             self._forget(key)
         found = {key: file for key in here - before if (file := self._stat(key)) is not None}

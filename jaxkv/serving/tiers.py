@@ -24,7 +24,7 @@ from jaxkv.serving.tier_choice import Run, best_run, takers
 from jaxkv.serving.tier_counts import TierCounts
 from jaxkv.serving.transfer_costs import Rate, TransferCosts
 
-# A tier looks for what other processes stored so often at most, and for no larger share of the time: 10,000 names take about 5 ms.
+# A tier looks for what other processes stored so often at most, and for no larger share of the time: 10,000 names take about 15 ms.
 _REFRESH_S = 1.0
 _REFRESH_SHARE = 0.05
 _log = logging.getLogger(__name__)

@@ -139,11 +139,11 @@ def test_an_hour_of_traffic_meets_its_figures(hour, cache):
     blocks = {block for line in lines for block in line["hash_ids"]}
     assert (len(lines), len(blocks)) == (traces.HOUR_REQUESTS, traces.HOUR_BLOCKS)
     sizes = [sum(line[name] for line in lines) for name in ("input_length", "output_length")]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = results(f"--trace={hour}", "--pool_share=unlimited,0.5,0.1,0.02", "--compare", cache=cache, timeout=3600)
     table = {}
     for result in found:
         check_counts(result, traces.HOUR_REQUESTS, *sizes)
-        assert result["replay_s"] < 300, result["replay_s"]
         table[result["pool_pages"], result["policy"]] = result["block_hit_rate"], result["oracle_block_hit_rate"]
         print(result["pool_pages"], result["policy"], *table[result["pool_pages"], result["policy"]], round(result["replay_s"]))
     pools = list(dict.fromkeys(pages for pages, _ in table))
@@ -155,5 +155,7 @@ def test_an_hour_of_traffic_meets_its_figures(hour, cache):
         assert rates == sorted(rates, reverse=True)
     assert all(of_lru <= best for of_lru, best in zip(lru, oracle, strict=True))
     assert all(of_fifo <= best for of_fifo, best in zip(fifo, oracle, strict=True))
-    # ru_maxrss is in KiB on Linux, and of the largest child so far.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 3 * 2**20
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = (used.ru_utime - before.ru_utime) / len(found)  # of one core; the machine's other work does not count
+    print(f"{cpu_s:.0f} s of CPU a replay, {used.ru_maxrss / 2**20:.2f} GiB")
+    assert cpu_s < 300 and used.ru_maxrss < 3 * 2**20  # ru_maxrss is in KiB on Linux, and of the largest child so far

@@ -352,7 +352,7 @@ def test_a_refresh_looks_at_new_files_only_and_forgets_what_is_gone(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", lambda path, **options: (looked.append(path), real(path, **options))[1])
         two.refresh()
-    assert looked == [path_of(two, other)]
+    assert looked == [two.folder, path_of(two, other)]
     assert [r.key in two for r in (*chain, other)] == [False, True, True, True]
     assert two.nbytes == one.nbytes == sum(path.stat().st_size for path in two.folder.iterdir())
     assert two.counts.as_dict() == {"events": {}, "misses": {}, "failures": {}}
@@ -362,6 +362,24 @@ def test_a_refresh_looks_at_new_files_only_and_forgets_what_is_gone(tmp_path, mo
     os.rename(two.folder, tmp_path / "away")
     two.refresh()
     assert two.counts.failures == {"no_folder": 0} and two.num_pages == 4  # as far as memory knows
+
+
+def test_a_folder_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch):
+    one, (record,) = stored(tmp_path)
+    now, read, real = [time.time()], [], os.scandir
+    two = open_tier(tmp_path, wall_clock=lambda: now[0])
+    monkeypatch.setattr(os, "scandir", lambda path: (read.append(path), real(path))[1])
+    for _ in range(2):
+        two.refresh()
+    assert len(read) == 2  # it changed a moment ago: what came since may bear the same time
+    now[0] += 10
+    for _ in range(3):
+        two.refresh()
+    assert len(read) == 3
+    time.sleep(0.01)
+    one.drop(record.key)
+    two.refresh()
+    assert len(read) == 4 and record.key not in two
 
 
 def test_refreshes_beside_stores_and_loads_agree_with_the_folder(tmp_path):
