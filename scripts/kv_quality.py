@@ -1,6 +1,6 @@
 """Measures what a KV dtype costs in quality: the mean negative log-likelihood of a
 text, or of several, when keys and values are stored in it, against the first of
---kv_dtypes.
+--kv_dtypes; and with --recall whether facts are still found in it.
 
 The text runs through the model in chunks of --chunk_size tokens, so that every token
 but a chunk's own reads keys and values as they are stored. Beside the means it shows
@@ -8,9 +8,14 @@ the mean absolute difference of the tokens' log-likelihoods in --bins equal span
 positions, or in every text of --texts_file: an error that grew with length would show
 there. --plot draws it.
 
+--recall plants facts ("The secret number of Lisbon is 4711.") at --depths of the text,
+cut to each of --contexts, asks for each behind it, and tells the log-probability of the
+right answers and how many greedy decoding would give.
+
   python scripts/kv_quality.py --text_file tests/data/kjv_genesis.txt
   python scripts/kv_quality.py --text_file a.txt --kv_dtypes float32,int8 --json
   python scripts/kv_quality.py --texts_file tests/data/gemma-3-270m.handed.json
+  python scripts/kv_quality.py --text_file tests/data/kjv_genesis.txt --recall
 """
 
 from __future__ import annotations
@@ -28,7 +33,9 @@ from scripts import _script  # noqa: E402
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("model", "gemma-3-270m", "A known name, a Hugging Face folder, a .gguf file or a jaxkv checkpoint.")
+flags.DEFINE_string(
+    "model", None, "A known name, a Hugging Face folder, a .gguf file or a jaxkv checkpoint; without it the default."
+)
 flags.DEFINE_string("text_file", None, "The text, UTF-8.")
 flags.DEFINE_string(
     "texts_file", None, 'Instead of --text_file: JSON, [{"text": ..}, ..]; each starts with empty KV and is a span.'
@@ -37,32 +44,46 @@ flags.DEFINE_list("kv_dtypes", "float32,bfloat16,int8,float8_e4m3fn", "What to s
 flags.DEFINE_integer("max_tokens", 4000, "Tokens of a text that count.", lower_bound=2)
 flags.DEFINE_integer("chunk_size", 64, "Tokens a chunk.", lower_bound=1)
 flags.DEFINE_integer("bins", 8, "Spans of positions.", lower_bound=1)
+flags.DEFINE_bool("recall", False, "Ask for facts planted in --text_file, instead of its likelihood.")
+flags.DEFINE(_script.Integers(), "contexts", "500,1000,2000,4000", "Tokens of the texts of --recall.")
+flags.DEFINE(_script.Integers(), "depths", "10,30,50,70,90", "Where the facts stand, in percent of the text.")
+flags.DEFINE_integer("trials", 8, "Texts of each length, with other places and numbers.", lower_bound=1)
 flags.DEFINE_enum("weights", "float32", _script.WEIGHTS, "How weights are stored.")
 flags.DEFINE_string("plot", None, "PNG file to draw the error against the position into; needs matplotlib.")
 flags.DEFINE_bool("json", False, "One JSON object on stdout instead of the table.")
 
 
 def main(terminal) -> None:
-    """Scores the texts once for each dtype and prints the differences."""
-    if FLAGS.plot and FLAGS.texts_file:
-        raise ValueError("--plot draws one text: name it with --text_file")
+    """Scores the texts once for each dtype, or asks for the facts, and prints what came out."""
+    if FLAGS.texts_file and (FLAGS.plot or FLAGS.recall):
+        raise ValueError("--plot and --recall are of one text: name it with --text_file")
     texts = _texts()
     terminal("importing jax")
-    import numpy as np
-
     import jaxkv
+    from jaxkv.io.cache import use_compilation_cache
+    from jaxkv.io.resolve import default_model
 
+    use_compilation_cache()
+    FLAGS["model"].value = FLAGS.model or default_model()
     model = jaxkv.load_model(FLAGS.model, weights=FLAGS.weights, report=terminal)
     if model.tokenizer is None:
         raise ValueError(f"--model={FLAGS.model} has no tokenizer to read a text with")
+    (_recall if FLAGS.recall else _likelihood)(model, texts, terminal)
+
+
+def _likelihood(model, texts: list[str], terminal) -> None:
+    import numpy as np
+
+    from jaxkv.research.quality import token_losses
+    from jaxkv.research.traffic import stored_kv_bytes_per_token
+    from jaxkv.state import init_state
+
     tokens = [np.asarray(model.tokenizer.encode(text))[: FLAGS.max_tokens] for text in texts]
-    if not tokens or min(map(len, tokens)) < 2:
-        raise ValueError("a text has fewer than 2 tokens, or there is none: a likelihood needs two")
     losses, pool_bytes = {}, {}
     for i, kv_dtype in enumerate(FLAGS.kv_dtypes):
         terminal(f"scoring with KV in {kv_dtype}", i / len(FLAGS.kv_dtypes))
-        scored = [_losses(model, row, kv_dtype) for row in tokens]
-        losses[kv_dtype], pool_bytes[kv_dtype] = np.concatenate([loss for loss, _ in scored]), scored[0][1]
+        losses[kv_dtype] = np.concatenate([token_losses(model, [row], kv_dtype, FLAGS.chunk_size)[0] for row in tokens])
+        pool_bytes[kv_dtype] = stored_kv_bytes_per_token(init_state(model, 1, 1, kv_dtype=kv_dtype).kv)
     terminal.done()
     base = losses[FLAGS.kv_dtypes[0]]
     ends = np.cumsum([len(row) - 1 for row in tokens])[:-1] if FLAGS.texts_file else FLAGS.bins
@@ -77,33 +98,26 @@ def main(terminal) -> None:
         _print_table(rows, num_tokens)
 
 
+def _recall(model, texts: list[str], terminal) -> None:
+    from jaxkv.research import recall
+
+    depths = [depth / 100 for depth in FLAGS.depths]
+    rows = recall.measure(model, texts[0], FLAGS.kv_dtypes, FLAGS.contexts, depths, FLAGS.trials, terminal)
+    terminal.done()
+    if FLAGS.plot:
+        recall.draw(FLAGS.plot, rows)
+    if FLAGS.json:
+        print(json.dumps({"model": FLAGS.model, "text_file": FLAGS.text_file, "recall": rows}))
+    else:
+        print(recall.describe(rows))
+
+
 def _texts() -> list[str]:
     if bool(FLAGS.text_file) == bool(FLAGS.texts_file):
         raise ValueError("--text_file or --texts_file names what to score")
     if FLAGS.text_file:
         return [Path(FLAGS.text_file).read_text(encoding="utf-8")]
     return [row["text"] for row in json.loads(Path(FLAGS.texts_file).read_text(encoding="utf-8"))]
-
-
-def _losses(model, tokens, kv_dtype: str):
-    """f64[n - 1] negative log-likelihoods of tokens[1:], and the bytes that a token's keys and values take."""
-    import numpy as np
-
-    import jaxkv
-
-    state = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=len(tokens), kv_dtype=kv_dtype)
-    per_token = state.kv.nbytes / (state.kv.page_size * state.kv.refcounts.shape[0])
-    out = []
-    for start in range(0, len(tokens), FLAGS.chunk_size):
-        chunk = tokens[start : start + FLAGS.chunk_size]
-        state, logits = jaxkv.prefill(state, [chunk], all_logits=True)
-        logits = np.asarray(logits)[0].astype(np.float64)
-        targets = tokens[start + 1 : start + 1 + len(chunk)]
-        logits = logits[: len(targets)]
-        top = logits.max(-1, keepdims=True)
-        normaliser = np.log(np.exp(logits - top).sum(-1)) + top[:, 0]
-        out.append(normaliser - logits[np.arange(len(targets)), targets])
-    return np.concatenate(out), per_token
 
 
 def _row(name: str, loss, base, bytes_per_token: float, ends) -> dict:
@@ -130,16 +144,13 @@ def _print_table(rows: list[dict], num_tokens: int) -> None:
 
 
 def _plot(losses: dict) -> None:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
     import numpy as np
-    from matplotlib import pyplot
 
+    from jaxkv.research.plot import pyplot
+
+    plt = pyplot("--plot")
     base = losses[FLAGS.kv_dtypes[0]]
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for name in FLAGS.kv_dtypes[1:]:
         spans = np.array_split(np.abs(losses[name] - base), 4 * FLAGS.bins)
         centres = np.cumsum([span.size for span in spans]) - [span.size / 2 for span in spans]
