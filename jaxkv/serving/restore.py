@@ -154,11 +154,14 @@ class Restores:
         return took
 
     def _store_some(self, pages: list[Evicted]) -> bool:
-        """Stores pages if a tier takes them; else nothing is copied."""
-        takers = self._tiers.takers(len(pages), self.recompute_s_per_token * self._cache.page_size)
+        """Stores pages if a tier takes them; else nothing is copied, nor what every tier has since it came from there."""
+        new = [one for one in pages if not self._tiers.all_have(one.key)]
+        takers = self._tiers.takers(len(new), self.recompute_s_per_token * self._cache.page_size) if new else []
         if takers:
-            self._copy(pages, takers)
-        return bool(takers)
+            self._copy(new, takers)
+        if len(new) < len(pages):
+            self._tiers.touch_async([one.key for one in reversed(pages) if self._tiers.all_have(one.key)])
+        return bool(takers) or not new
 
     def _copy(self, pages: list[Evicted], takers: list[str]) -> None:
         """Copies pages on the device, in the order of its work: they may be given away after."""

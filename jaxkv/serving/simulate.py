@@ -193,6 +193,9 @@ class SimulatedTiers:
     def __contains__(self, key: bytes) -> bool:
         return any(key in lane for lane in self._lanes.values())
 
+    def all_have(self, key: bytes) -> bool:
+        return False  # storing what is there makes it the last to leave, and costs nothing
+
     def refresh(self) -> None:
         pass
 

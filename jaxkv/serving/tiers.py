@@ -156,6 +156,10 @@ class Tiers:
         """Whether some tier has a page, as far as memory knows."""
         return any(key in lane for lane in self._lanes.values())
 
+    def all_have(self, key: bytes) -> bool:
+        """Whether every tier has a page, as far as memory knows."""
+        return all(key in lane for lane in self._lanes.values())
+
     def how_many(self, keys: Sequence[bytes], recompute_s_per_page: float) -> Run:
         """The run of leading keys whose load saves the most time (`tier_choice`), by what was measured and what waits.
 
@@ -195,6 +199,12 @@ class Tiers:
             return {}
         batch, nbytes, lanes = _Batch(records), num_pages * self.layout.nbytes, [self._lanes[name] for name in takers]
         return {lane.name: lane.submit(lane.stores, nbytes, self._store, lane, batch) for lane in lanes}
+
+    def touch_async(self, keys: Sequence[bytes]) -> None:
+        """Makes pages of one chain, first page first, the last to leave every tier, after the stores that were asked for."""
+        if not self._closed:
+            for lane in self._lanes.values():
+                lane.submit(lane.stores, 0, self._safely, lane, 0, lane.tier.touch, keys)
 
     def load_async(self, keys: Sequence[bytes], fingerprint: Fingerprint, tokens: np.ndarray, tier: str) -> Future[list[PageData]]:
         """Loads the leading run of pages that a tier still has, beside the steps. The result never raises; it may be shorter than

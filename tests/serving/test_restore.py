@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 import pytest
-from tier_pages import LAYOUT, SECRET, P, bits, changed, make_data
+from tier_pages import LAYOUT, SECRET, P, bits, changed, make_chain, make_data
 
 from jaxkv.serving.host_tier import HostTier
 from jaxkv.serving.page_cache import PageCache
@@ -301,6 +301,27 @@ def test_a_page_with_several_entries_is_copied_once_and_kept_under_each(open_wor
         assert world.arrive(one) == 3 * P and has_right_pages(world, one)
         world.cache.release(one.owner)
         world.cache.evict(100)
+
+
+def test_what_came_from_a_tier_is_not_copied_there_again(open_world):
+    world, tokens = open_world(), prompt(15, 4)
+    world.serve(MINE, tokens)
+    world.evict_all()
+    copied = len(world.device.copied)
+    others = make_chain(3)  # older than the chain once that is used again
+    for record in others:
+        world.host.store(record)
+    longer = tokens[: 4 * P] + prompt(16, 2)
+    one = world.serve(MINE, longer)
+    assert one.cached == {"host": 4 * P}
+    world.evict_all()
+    assert [len(pages) for pages in world.device.copied[copied:]] == [2]  # the two that are new
+    order = [(entry.fingerprint, len(entry.tokens)) for entry in world.host._entries.values()]
+    assert [fingerprint == MINE for fingerprint, _ in order] == [False] * 3 + [True] * 6
+    keys = world.cache.match(MINE, longer).keys
+    assert list(world.host._entries)[3:] == list(reversed(keys))  # the deepest leaves first
+    again = world.start(MINE, longer)
+    assert world.arrive(again) == 6 * P and has_right_pages(world, again)
 
 
 def test_nothing_is_looked_for_in_another_tenants_chain(open_world):
