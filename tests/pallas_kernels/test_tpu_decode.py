@@ -139,7 +139,8 @@ def run(case: Case, args, interpret, **changes):
     blocks = DecodeBlocks(pages_per_block=case.pages, num_stages=case.stages)
     options = dict(scale=SCALE, soft_cap=case.soft_cap, interpret=interpret, block_sizes=blocks, device=DEVICES[case.device])
     options |= changes
-    f = jax.jit(functools.partial(decode, **options))
+    # Compiling takes longer than running: leave out what makes it worse.
+    f = jax.jit(functools.partial(decode, **options), compiler_options={"xla_backend_optimization_level": 0})
     return tuple(np.asarray(x) for x in f(*jax.tree.map(jnp.asarray, args)))
 
 

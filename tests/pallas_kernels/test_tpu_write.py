@@ -104,7 +104,8 @@ def expected(case: Case, args):
 
 def run(case: Case, args, interpret, **changes):
     options = dict(interpret=interpret, block_sizes=WriteBlocks(num_stages=case.stages), device=DEVICES[case.device]) | changes
-    f = jax.jit(functools.partial(write, **options))
+    # Compiling takes longer than running: leave out what makes it worse.
+    f = jax.jit(functools.partial(write, **options), compiler_options={"xla_backend_optimization_level": 0})
     return jax.tree.map(np.asarray, f(*jax.tree.map(jnp.asarray, args)))
 
 
