@@ -43,8 +43,12 @@ from pallas_kernels import write_kv
 MAX_STEPS = 32
 _TRACES: collections.Counter[str] = collections.Counter()
 _COMPILING = {"seconds": 0.0}
-# XLA:CPU vectorises a reduction only when it may reassociate it; NaN and Inf stay honoured (docs/performance.md).
-_COMPILER_OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512, "xla_cpu_enable_fast_math": True}}
+# CPU: XLA vectorises a reduction only when it may reassociate it; NaN and Inf stay honoured (docs/performance.md).
+# TPU: for TPU7x the compiler would carry 16-bit weights through the layer scan in tiles of 16 rows, and copy all of them first.
+COMPILER_OPTIONS = {
+    "cpu": {"xla_cpu_prefer_vector_width": 512, "xla_cpu_enable_fast_math": True},
+    "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False},
+}
 
 
 def trace_counts() -> dict[str, int]:
@@ -99,7 +103,7 @@ def step(name: str, platform: str) -> Callable:
         _TRACES[name] += 1
         return function(*args, **kwargs)
 
-    jitted = jax.jit(counted, donate_argnames=donated, static_argnames=static, compiler_options=_COMPILER_OPTIONS.get(platform))
+    jitted = jax.jit(counted, donate_argnames=donated, static_argnames=static, compiler_options=COMPILER_OPTIONS.get(platform))
 
     def timed(*args, **kwargs):
         before, started = _TRACES[name], time.perf_counter()
