@@ -80,7 +80,8 @@ class Engine:
             on_evict=self._on_evict,
         )
         self._tiers = make_tiers(config, secret, layout)
-        self._restores = Restores(self._tiers, self.cache, self.runner) if self._tiers else None
+        self._restores = Restores(self._tiers, self.cache, self.runner, secret) if self._tiers else None
+        self.metrics.watch(self._tiers, lambda: self.cache.hold_outcomes)
         self.admission = Admission(
             config.plan,
             num_pages=num_pages,
@@ -296,6 +297,8 @@ class Engine:
         except (ValueError, TypeError) as error:
             self.metrics.rejected("invalid")
             raise RequestRefused("invalid", str(error)) from error
+        if self._restores is not None:
+            self._restores.look()
         self.metrics.queued(len(group.sequences))
         self.scheduler.add(group)
         self.scheduler.observe()

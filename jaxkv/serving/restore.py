@@ -29,6 +29,7 @@ from jaxkv.serving.tiers import Tiers
 
 # Pages of one store at most: a long sequence's go in several, so that a tier with little room takes a part.
 _STORED_TOGETHER = 64
+_WAIT_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +140,9 @@ class Restores:
                     one.receipt = one.receipt.restored(load.is_public)
 
     def wait(self) -> None:
-        """Waits until something arrives."""
-        concurrent.futures.wait([load.future for load in self._loads.values()], return_when=concurrent.futures.FIRST_COMPLETED)
+        """Waits until something arrives, but not long: a tier may hang, and whoever steps can still abort."""
+        futures = [load.future for load in self._loads.values()]
+        concurrent.futures.wait(futures, _WAIT_S, concurrent.futures.FIRST_COMPLETED)
 
     def cancel(self, one: Sequence) -> None:
         """Nobody waits for this sequence's pages any more."""

@@ -166,6 +166,51 @@ def test_abort_while_pages_are_on_their_way(model, phase):
     e.close()
 
 
+def test_a_tier_that_hangs_does_not_hang_the_steps(model):
+    """A step returns though all that runs waits for a load; the request can be aborted, and another one is served."""
+    texts = [prompt(40, seed=k) for k in range(3)]
+    e = new_engine(model, num_pages=SMALL, host_bytes=1 << 26)
+    restores_pay(e)
+    for text in texts:
+        e.submit(Request(text, 6))
+        e.run()
+    stored(e)
+    gate = _Gate(e._tiers._lanes["host"].tier, "load")
+    hung = e.submit(Request(texts[0], 6))
+    for _ in range(2):
+        assert e.step() == []
+    assert gate.reached.is_set()
+    e.abort(hung)
+    id = e.submit(Request(prompt(5, seed=9), 6))
+    assert e.run()[id][0].tokens.tolist() == greedy(model, prompt(5, seed=9), 6)
+    gate.opened.set()
+    e.close()
+
+
+def test_public_pages_come_back_from_a_tier(model):
+    """Evicted, they are found again by a tenant who never had them; those of another tenant are not."""
+    texts = [prompt(40, seed=k) for k in range(3)]
+    e = new_engine(model, num_pages=SMALL, host_bytes=1 << 26)
+    restores_pay(e)
+    e.publish(texts[0])
+    e.run()
+    for text in texts[1:]:
+        e.submit(Request(text, 6, tenant="a"))
+        e.run()
+        stored(e)
+    e.submit(Request(prompt(60, seed=9), 6, tenant="c"))  # the last of the public pages leave the device
+    e.run()
+    stored(e)
+    expected = [greedy(model, text, 6) for text in texts[:2]]
+    ids = [e.submit(Request(text, 6, tenant="b")) for text in texts[:2]]
+    results = e.run()
+    assert [results[id][0].tokens.tolist() for id in ids] == expected
+    assert [e.receipt(id)["cached_tokens"].get("host", 0) for id in ids] == [e.receipt(ids[0])["reusable_tokens"], 0]
+    assert e.receipt(ids[0])["cached_tokens"]["host"] > 0 and e.receipt(ids[1])["reusable_tokens"] == 0
+    assert e.metrics.summary()["cached_tokens"]["host"] == e.receipt(ids[0])["cached_tokens"]["host"]
+    e.close()
+
+
 def test_what_the_host_hands_over_may_be_reused_at_once(model):
     """The prompt's array, the page table and the options change right after each dispatch, as a host reuses its buffers."""
     texts = [np.asarray(prompt(n, seed=n), np.int32) for n in (9, 17, 30)]
