@@ -45,7 +45,7 @@ _TRACES: collections.Counter[str] = collections.Counter()
 _COMPILING = {"seconds": 0.0}
 # CPU: XLA vectorises a reduction only when it may reassociate it; NaN and Inf stay honoured (docs/performance.md).
 # TPU: for TPU7x the compiler would carry 16-bit weights through the layer scan in tiles of 16 rows, and copy all of them first.
-COMPILER_OPTIONS = {
+COMPILER_OPTIONS: dict[str, dict[str, bool | int]] = {
     "cpu": {"xla_cpu_prefer_vector_width": 512, "xla_cpu_enable_fast_math": True},
     "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False},
 }
