@@ -54,12 +54,15 @@ def kv_bytes_read(model: Model, bytes_per_token: int) -> Callable[[int], int]:
 
 def make_tiers(config: EngineConfig, secret: bytes, layout: PageLayout) -> Tiers | None:
     """The tiers below the device; None: none was asked for."""
+    backlog = config.tier_backlog_bytes
+    if (config.host_bytes or config.disk_bytes) and backlog < layout.nbytes:
+        raise ValueError(f"tier_backlog_bytes={backlog} must hold a page, {layout.nbytes} bytes: nothing would be kept")
     tiers: list[Tier] = []
     if config.host_bytes:
         tiers.append(HostTier(config.host_bytes, config.host_dtype))
     if config.disk_folder is not None:
         tiers.append(DiskTier(config.disk_folder, config.disk_bytes, secret))
-    return Tiers(tiers, layout, cost=TransferCosts(max_pending_bytes=config.tier_backlog_bytes)) if tiers else None
+    return Tiers(tiers, layout, cost=TransferCosts(max_pending_bytes=backlog)) if tiers else None
 
 
 def page_layout(state: State) -> PageLayout:

@@ -29,6 +29,7 @@ from jaxkv.serving.tiers import Tiers
 
 # Pages of one store at most: a long sequence's go in several, so that a tier with little room takes a part.
 _STORED_TOGETHER = 64
+# A step that has nothing else to do waits so long for a load: long beside a page's, short for whoever wants to abort.
 _WAIT_S = 0.5
 
 

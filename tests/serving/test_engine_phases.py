@@ -211,6 +211,11 @@ def test_public_pages_come_back_from_a_tier(model):
     e.close()
 
 
+def test_a_backlog_that_holds_no_page_is_refused(model):
+    with pytest.raises(ValueError, match="tier_backlog_bytes=100 must hold a page"):
+        new_engine(model, host_bytes=1 << 26, tier_backlog_bytes=100)
+
+
 def test_what_the_host_hands_over_may_be_reused_at_once(model):
     """The prompt's array, the page table and the options change right after each dispatch, as a host reuses its buffers."""
     texts = [np.asarray(prompt(n, seed=n), np.int32) for n in (9, 17, 30)]
