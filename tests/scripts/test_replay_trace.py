@@ -134,20 +134,20 @@ def hour(tmp_path_factory):
 
 @pytest.mark.slow
 def test_an_hour_of_traffic_meets_its_figures(hour, cache):
-    """The ideal hit rate is 0.3664 (counted independently); docs/serving.md has this table."""
+    """The ideal hit rate is 0.3664 (counted independently). Two of the four pools of the table in docs/serving.md: each takes minutes."""
     lines = [json.loads(line) for line in hour.read_text().splitlines()]
     blocks = {block for line in lines for block in line["hash_ids"]}
     assert (len(lines), len(blocks)) == (traces.HOUR_REQUESTS, traces.HOUR_BLOCKS)
     sizes = [sum(line[name] for line in lines) for name in ("input_length", "output_length")]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = results(f"--trace={hour}", "--pool_share=unlimited,0.5,0.1,0.02", "--compare", cache=cache, timeout=3600)
+    found = results(f"--trace={hour}", "--pool_share=unlimited,0.02", "--compare", cache=cache, timeout=3600)
     table = {}
     for result in found:
         check_counts(result, traces.HOUR_REQUESTS, *sizes)
         table[result["pool_pages"], result["policy"]] = result["block_hit_rate"], result["oracle_block_hit_rate"]
         print(result["pool_pages"], result["policy"], *table[result["pool_pages"], result["policy"]], round(result["replay_s"]))
     pools = list(dict.fromkeys(pages for pages, _ in table))
-    assert pools == [4 * traces.HOUR_BLOCKS, *(int(share * traces.HOUR_BLOCKS) for share in (0.5, 0.1, 0.02))]
+    assert pools == [4 * traces.HOUR_BLOCKS, int(0.02 * traces.HOUR_BLOCKS)]
     lru, fifo = ([table[pages, policy][0] for pages in pools] for policy in ("lru", "fifo"))
     oracle = [table[pages, "lru"][1] for pages in pools]
     assert 0.35 <= lru[0] <= 0.3664 and round(oracle[0], 4) == 0.3664
