@@ -9,7 +9,7 @@ C pages of one layer. The pool is `[L*C, K, P, H]`: layer l's page c is row `l*C
 """
 
 from pallas_kernels.block_sizes import DecodeBlocks, PrefillBlocks, WriteBlocks
-from pallas_kernels.devices import DEVICES, DeviceSpec, default_device, device_spec
+from pallas_kernels.devices import DEVICES, DeviceSpec, default_device, device_spec, present_spec
 from pallas_kernels.dispatch import IMPLEMENTATIONS
 from pallas_kernels.heads import pool_heads, scales_shape
 from pallas_kernels.ops import check_implementation, paged_decode, paged_prefill, write_kv
@@ -31,6 +31,7 @@ __all__ = [
     "paged_decode",
     "paged_prefill",
     "pool_heads",
+    "present_spec",
     "quantise",
     "scales_shape",
     "write_kv",

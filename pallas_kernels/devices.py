@@ -55,8 +55,15 @@ _KINDS = (
     ("nvidia h200", "h200"),
     ("cpu", "cpu"),
 )
-# What a kernel is built for where nobody said: the member of each platform with the least on-chip memory that it supports.
-_DEFAULTS = {"tpu": "v5e", "gpu": "a100", "cpu": "cpu"}
+# What a kernel is built for where nobody said, as an interpreted one: the least of each figure among the rows of a platform, and a
+# name of its own, under which nothing was tuned.
+_DEFAULTS = {
+    "tpu": DeviceSpec("tpu", "tpu", 16 * 10**9, 819, 197, 64 * _MIB, _MIB, 1),
+    "gpu": DeviceSpec("gpu", "gpu", 80 * 10**9, 2039, 312, 0, 163 * _KIB, 108, (8, 0)),
+    "cpu": DEVICES["cpu"],
+}
+# The most shared memory a block may ask for, by compute capability (CUDA's occupancy tables).
+_SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99}
 
 
 def device_spec(device_kind: str) -> DeviceSpec:
@@ -75,6 +82,26 @@ def device_spec(device_kind: str) -> DeviceSpec:
     raise ValueError(f"no DeviceSpec for {device_kind!r}; known are {known}. Pass device=DeviceSpec(...) with its figures")
 
 
+def present_spec(device) -> DeviceSpec:
+    """Returns the row of a `jax.Device`; for an NVIDIA GPU without one, what it says of itself: its figures are never another's.
+
+    Raises:
+      ValueError: a device that is neither known nor says enough.
+    """
+    try:
+        return device_spec(device.device_kind)
+    except ValueError:
+        parts = str(getattr(device, "compute_capability", "")).split(".")
+        if device.platform != "gpu" or len(parts) != 2 or not all(part.isdigit() for part in parts):
+            raise
+    capability = int(parts[0]), int(parts[1])
+    return DeviceSpec(
+        "-".join(device.device_kind.lower().split()), "gpu", hbm_bytes=0, hbm_gbps=0, matrix_tflops_bf16=0,
+        smem_bytes=_SHARED_KIB.get(capability, 48 if capability < (8, 0) else 99) * _KIB,
+        num_cores=getattr(device, "core_count", None) or 1, compute_capability=capability,
+    )  # fmt: skip
+
+
 def default_device(platform: str) -> DeviceSpec:
-    """Returns the device that a platform's kernels are built for when none is named."""
-    return DEVICES[_DEFAULTS[platform]]
+    """Returns the device that a platform's kernels are built for where there is none: interpreted, or ahead of time."""
+    return _DEFAULTS[platform]

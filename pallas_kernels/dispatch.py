@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.devices import DeviceSpec, default_device
+from pallas_kernels.devices import DeviceSpec, default_device, present_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def choose(implementation: str | None, interpret, device: DeviceSpec | None) -> 
     """Returns the implementation to run: the one named, or the one of the platform.
 
     Raises:
-      ValueError: an unknown name, or one that cannot run on the platform.
+      ValueError: an unknown name, one that cannot run on the platform, or a present device that nobody described.
       TypeError: `device` is not a DeviceSpec.
     """
     if device is not None and not isinstance(device, DeviceSpec):
@@ -86,8 +86,8 @@ def choose(implementation: str | None, interpret, device: DeviceSpec | None) -> 
                 f"implementation {implementation!r} compiles for {only} only, not for {platform}: interpret=True runs it here, and "
                 f"device=DEVICES[...] names a {only} to compile for ahead of time"
             )
-        device = None
-    device = device or default_device(only)
+        device = default_device(only)
+    device = device or present_spec(jax.devices()[0])
     if only == "gpu" and (device.compute_capability or _OLDEST_GPU) < _OLDEST_GPU:
         raise ValueError(
             f"implementation {implementation!r} needs compute capability 8.0, and {device.name} has {device.compute_capability}"

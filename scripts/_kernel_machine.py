@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.devices import DeviceSpec, default_device, device_spec
+from pallas_kernels.devices import DeviceSpec, default_device, present_spec
 
 _PASSES = 4
 # Last-level caches, in bytes: NVIDIA's data sheets; torch reports 60 MB on an H200.
@@ -53,7 +53,7 @@ def present_machine(cache_mb: int | None = None) -> Machine:
     """
     device = jax.devices()[0]
     try:
-        spec = device_spec(device.device_kind)
+        spec = present_spec(device)
     except ValueError:
         spec = default_device(device.platform)
     cache = _GPU_CACHES.get(spec.name) or spec.vmem_bytes or _cpu_cache() if cache_mb is None else cache_mb << 20

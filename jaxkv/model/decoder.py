@@ -17,7 +17,7 @@ from jaxkv.config import ModelConfig
 from jaxkv.model.layers import mixture, mlp, rms_norm, rope_tables, rotate, spread
 from jaxkv.model.linear import Experts
 from jaxkv.model.params import stacks
-from pallas_kernels import DEVICES, DeviceSpec, default_device, device_spec, paged_decode, paged_prefill
+from pallas_kernels import DEVICES, DeviceSpec, default_device, paged_decode, paged_prefill, present_spec
 
 
 class Cache(NamedTuple):
@@ -40,10 +40,16 @@ class Kernels:
 
     @classmethod
     def here(cls, platform: str, implementation: str | None = None, interpret: bool = False) -> Kernels:
-        """For the device that jax has on this platform; for a modest one of its kind where nobody described it."""
+        """For the device that jax has on this platform.
+
+        Raises:
+          ValueError: nobody described it, and the implementation is not one that runs anywhere.
+        """
         try:
-            device = device_spec(jax.devices(platform)[0].device_kind)
-        except ValueError:
+            device = present_spec(jax.devices(platform)[0])
+        except ValueError as error:
+            if implementation not in ("xla", "reference"):
+                raise ValueError(f"{error}; implementation='xla' runs without") from error
             device = default_device(platform)
         return cls(implementation, interpret, device)
 
