@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import numbers
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,52 +20,91 @@ TUNED_FOLDER = Path(__file__).parent / "tuned"
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeBlocks:
-    """One step of a decode kernel's loop, and how many programs share a row. None: the kernel decides."""
+class _Blocks:
+    """Whole numbers of at least 1, or None: the kernel decides. A kernel refuses what it does not read."""
 
-    pages_per_block: int | None = None
-    tokens_per_block: int | None = None  # in place of pages_per_block (GPU)
+    def __post_init__(self):
+        for name, value in _given_fields(self).items():
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+                raise ValueError(f"{type(self).__name__}.{name} must be a whole number of at least 1, or None, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeBlocks(_Blocks):
+    """One step of a decode kernel's loop, and how many programs share a row."""
+
+    pages_per_block: int | None = None  # TPU and xla
+    tokens_per_block: int | None = None  # GPU
     num_splits: int | None = None  # the most parts of one row (GPU)
-    num_stages: int | None = None  # copies in flight
+    num_stages: int | None = None  # blocks in memory, in use or on their way; not xla
+    num_warps: int | None = None  # Triton
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillBlocks(_Blocks):
+    """One tile of a prefill kernel."""
+
+    queries_per_block: int | None = None  # TPU: tokens of the chunk; GPU: query rows, of T*G
+    pages_per_block: int | None = None  # TPU and xla
+    keys_per_block: int | None = None  # GPU
+    num_stages: int | None = None  # GPU
     num_warps: int | None = None  # GPU
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefillBlocks:
-    """One tile of a prefill kernel. None: the kernel decides."""
+class WriteBlocks(_Blocks):
+    """One step of a write kernel."""
 
-    queries_per_block: int | None = None  # tokens of the chunk (GPU: query rows, T*G)
-    pages_per_block: int | None = None
-    keys_per_block: int | None = None  # tokens of the chunk's own keys
-    num_stages: int | None = None
-    num_warps: int | None = None  # GPU
-
-
-@dataclasses.dataclass(frozen=True)
-class WriteBlocks:
-    """One step of a write kernel. None: the kernel decides."""
-
-    pages_per_block: int | None = None
-    num_stages: int | None = None
+    num_stages: int | None = None  # TPU
 
 
 Blocks = TypeVar("Blocks", DecodeBlocks, PrefillBlocks, WriteBlocks)
 
 
-def choose(kernel: str, device: DeviceSpec, key: dict, kind: type[Blocks], rule: Blocks, given: Blocks | None = None) -> Blocks:
+def choose(
+    kernel: str,
+    device: DeviceSpec,
+    key: dict,
+    kind: type[Blocks],
+    rule: Blocks,
+    given: Blocks | None = None,
+    also: Iterable[str] = (),
+) -> Blocks:
     """Returns block sizes field by field: what was `given`, else what was tuned, else the kernel's `rule`.
 
     Args:
       kernel: name of the kernel's module below this package, such as "tpu.decode".
       key: what the choice may depend on, such as {"K": 8, "G": 4, "H": 128, "P": 128, "dtype": "bfloat16"}.
+      also: fields that the kernel reads beside those that its rule names.
+
+    Raises:
+      TypeError, ValueError: as `check_given`.
     """
-    if given is not None and not isinstance(given, kind):
-        raise TypeError(f"block_sizes of {kernel} must be a {kind.__name__} or None, got {type(given).__name__}")
+    check_given(kernel, kind, given, (*_given_fields(rule), *also))
     sources = [source for source in (given, tuned(kernel, device.name, key, kind)) if source is not None]
     sizes = dataclasses.asdict(rule)
     for source in reversed(sources):
-        sizes |= {name: value for name, value in dataclasses.asdict(source).items() if value is not None}
+        sizes |= _given_fields(source)
     return kind(**sizes)
+
+
+def check_given(kernel: str, kind: type, given, reads: Iterable[str]) -> None:
+    """Checks block sizes that a caller gave a kernel that reads these fields.
+
+    Raises:
+      TypeError: they are of another op.
+      ValueError: one is of another kernel.
+    """
+    if given is None:
+        return
+    if not isinstance(given, kind):
+        raise TypeError(f"block_sizes of {kernel} must be a {kind.__name__} or None, got {type(given).__name__}")
+    if unread := [name for name in _given_fields(given) if name not in reads]:
+        raise ValueError(f"{kernel} does not read {', '.join(unread)} of block_sizes, but {', '.join(reads) or 'nothing'}")
+
+
+def _given_fields(blocks) -> dict:
+    return {name: value for name, value in vars(blocks).items() if value is not None}
 
 
 def tuned(kernel: str, device_name: str, key: dict, kind: type[Blocks]) -> Blocks | None:
@@ -137,22 +178,21 @@ def tpu_decode_blocks(K: int, G: int, H: int, P: int, M: int, itemsize: int, dev
     return DecodeBlocks(pages_per_block=pages, num_stages=stages)
 
 
-def tpu_prefill_blocks(T: int, K: int, G: int, H: int, P: int, itemsize: int, device: DeviceSpec) -> PrefillBlocks:
+def tpu_prefill_blocks(T: int, G: int, P: int, device: DeviceSpec, vmem: Callable[[int, int], int]) -> PrefillBlocks:
     """Returns the rule of the Mosaic prefill kernel: 512 rows of q a kv head, 512 keys a block, less where VMEM is short.
 
     512 rows a key give 512 FLOPs a byte of bf16 keys, about what v6e needs (560) and twice what v5e does (240). 512 keys keep the
     running maximum, sum and output (a load, two operations and a store each) at a sixth of the vector work; with 1024, the
     scores of 128 rows spill.
+
+    Args:
+      vmem: what (queries_per_block, pages_per_block) take of it, in bytes. A quarter is left for what spills and for XLA.
     """
     fits = [n for n in range(1, 512 // P + 1) if n * P % 128 == 0]
     pages = fits[-1] if fits else max(1, 512 // P)
     down, up = 1 << ((512 // G).bit_length() - 1), 1 << (T - 1).bit_length()  # powers of two
     queries = max(16, min(down, up))
-
-    def vmem(queries: int, pages: int) -> int:  # q and o twice, maximum, sum, output; keys and values twice
-        return K * G * queries * (4 * H * 2 + 2 * 128 * 4 + H * 4) + 4 * K * pages * P * H * itemsize
-
-    while vmem(queries, pages) > device.vmem_bytes // 2 and (queries > 16 or pages > 1):
+    while vmem(queries, pages) > device.vmem_bytes * 3 // 4 and (queries > 16 or pages > 1):
         if queries > 16 and (queries * G > 128 or pages == 1):
             queries //= 2
         else:

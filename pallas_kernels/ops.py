@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import heads, merge, quantise, reference
+from pallas_kernels.block_sizes import DecodeBlocks, PrefillBlocks, WriteBlocks, check_given
 from pallas_kernels.devices import DeviceSpec
 from pallas_kernels.dispatch import REFERENCE, Choice, choose
 from pallas_kernels.validate import check_attention, check_platform, check_write
@@ -57,7 +58,7 @@ def paged_decode(
       implementation: one of IMPLEMENTATIONS, or None: the platform's.
       interpret: run a Pallas implementation in interpret mode, on any platform; True, or a pltpu.InterpretParams for TPU kernels.
       block_sizes: a DecodeBlocks, or None: tuned or by rule.
-      device: what to build for, None: a modest device of the present platform.
+      device: what to build for, None: the present device (interpreted: a modest one).
 
     Raises:
       ValueError, TypeError: shapes, dtypes or options that do not fit together, or an implementation that cannot run here.
@@ -74,6 +75,7 @@ def paged_decode(
     q, k_pages, v_pages, kv_scales, page_table, lengths, k_new, v_new, sinks = jax.tree.map(jnp.asarray, arrays)  # numpy too
     page_offset, window = jnp.asarray(page_offset, jnp.int32), jnp.asarray(window, jnp.int32)
     if choice.name == REFERENCE:
+        check_given(REFERENCE, DecodeBlocks, block_sizes, ())
         o, lse = reference.attend(
             q[:, None], k_pages, v_pages, kv_scales, page_table, lengths, jnp.ones_like(lengths), expand(k_new), expand(v_new),
             sinks, page_offset=page_offset, scale=scale, window=window, soft_cap=soft_cap,
@@ -135,6 +137,7 @@ def paged_prefill(
     q, k_pages, v_pages, kv_scales, page_table, lengths, chunk_lengths, k_new, v_new, sinks = arrays
     page_offset, window = jnp.asarray(page_offset, jnp.int32), jnp.asarray(window, jnp.int32)
     if choice.name == REFERENCE:
+        check_given(REFERENCE, PrefillBlocks, block_sizes, ())
         o, lse = reference.attend(*arrays, page_offset=page_offset, scale=scale, window=window, soft_cap=soft_cap)
         return (o, lse) if return_lse else o
 
@@ -170,7 +173,8 @@ def write_kv(
 ):
     """Returns (k_pages, v_pages, kv_scales) with new tokens stored: in place where the arguments are donated.
 
-    Token t < chunk_lengths[b] of row b goes to position lengths[b] + t. Pages of the positions written belong to one row each.
+    Token t < chunk_lengths[b] of row b goes to position lengths[b] + t; one past the end of its table is dropped. Pages of the positions
+    written belong to one row each.
 
     Args:
       k_pages, v_pages, page_table, lengths, kv_scales: as in `paged_decode`; the table owns pages for what is stored.
@@ -191,6 +195,7 @@ def write_kv(
     k_pages, v_pages, kv_scales, k_new, v_new, page_table, lengths, chunk_lengths = arrays = jax.tree.map(jnp.asarray, arrays)
     page_offset = jnp.asarray(page_offset, jnp.int32)
     if choice.name == REFERENCE:
+        check_given(REFERENCE, WriteBlocks, block_sizes, ())
         return reference.write(*arrays, page_offset=page_offset)
     k, v, kv_scales = choice.function("write")(
         *_as_numbers(choice, k_pages, v_pages), kv_scales, heads.vectors_to_pool(k_new, k_pages),

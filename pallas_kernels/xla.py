@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.block_sizes import DecodeBlocks, PrefillBlocks, check_given
 from pallas_kernels.quantise import dequantise, from_pool, has_scales, value_dtype
 
 # Tokens a loop step gathers. Decode: 128 keep a block of keys and values of one head in L2 (docs/performance.md); a chunk of
@@ -31,6 +32,7 @@ def decode(
 ):  # fmt: skip  # q [B, K, G, H], starts i32[B] -> o f32[B, K, G, H], lse f32[B, K, G]
     """Returns attention of one query a row over keys [starts, lengths), and its log-sum-exp."""
     del interpret, device
+    check_given("xla", DecodeBlocks, block_sizes, ("pages_per_block",))
     options = _Options(scale, soft_cap, jnp.dtype(jnp.float32))  # few rows: XLA:CPU is faster in f32 than in 16 bits
     pools = (k_pages, v_pages, kv_scales)
     carry = _empty(q[:, None])
@@ -45,6 +47,7 @@ def prefill(
 ):  # fmt: skip  # q [B, T, K, G, H], k_new [B, T, K, H] -> o [B, T, K, G, H], lse f32[B, T, K, G]
     """Returns causal attention of a chunk over its row's pages and itself, and its log-sum-exp."""
     del interpret, device
+    check_given("xla", PrefillBlocks, block_sizes, ("pages_per_block",))
     options = _Options(scale, soft_cap, _dot_dtype(q.dtype, k_pages.dtype))
     positions = lengths[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)  # [B, T]
     starts = jnp.where(window > 0, jnp.maximum(positions - window + 1, 0), 0)  # first key each query sees
@@ -129,7 +132,7 @@ def _empty(q):
 
 def _finish(carry):  # -> o f32[B, T, K, G, H], lse f32[B, T, K, G]
     m, total, o = carry
-    alive = total > 0
+    alive = total != 0  # and not > 0: a NaN that a row sees must come out
     total = jnp.where(alive, total, 1.0)
     o = jnp.where(alive[..., None], o / total[..., None], 0.0)
     lse = jnp.where(alive, m + jnp.log(total), -jnp.inf)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.block_sizes import WriteBlocks, check_given
 from pallas_kernels.heads import LANES
 from pallas_kernels.quantise import to_pool
 
@@ -17,7 +18,8 @@ def write(
     *, interpret=False, block_sizes=None, device=None,
 ):  # fmt: skip  # pools [L*C, K, P, H], k_new [L, B, T, K, H] -> (k_pages, v_pages, kv_scales)
     """Returns the pools with token t < chunk_lengths[b] of row b at position lengths[b] + t, in every layer."""
-    del interpret, block_sizes, device
+    del interpret, device
+    check_given("xla", WriteBlocks, block_sizes, ())
     where = _places(k_pages.shape, k_new.shape, page_table, lengths, chunk_lengths, page_offset)
     k, k_scale = to_pool(k_new, k_pages.dtype)
     v, v_scale = to_pool(v_new, v_pages.dtype)
@@ -37,7 +39,8 @@ def _places(pool_shape, new_shape, page_table, lengths, chunk_lengths, page_offs
     page = jnp.take_along_axis(page_table, columns, 1) + layer  # [L, B, T]
     # Distinct indices past the end keep the promise of unique indices.
     outside = rows + jnp.arange(L * B * T, dtype=jnp.int32).reshape(L, B, T)
-    page = jnp.where(tokens < chunk_lengths[:, None], page, outside)
+    counts = (tokens < chunk_lengths[:, None]) & (positions < page_table.shape[1] * P)
+    page = jnp.where(counts, page, outside)
     where = jnp.broadcast_arrays(page[..., None], jnp.arange(K, dtype=jnp.int32), (positions % P)[..., None])
     return tuple(index.reshape(-1) for index in where)
 

@@ -108,8 +108,6 @@ def decode(
     Raises:
       ValueError: an operand, shape or device that this kernel is not for.
     """
-    if k_pages.dtype == jnp.uint16:  # bf16 held as its bits
-        k_pages, v_pages = (lax.bitcast_convert_type(pool, jnp.bfloat16) for pool in (k_pages, v_pages))
     reason = refusal(q, k_pages, kv_scales, interpret, device)
     if reason is not None:
         raise ValueError(f"the Mosaic GPU decode kernel cannot do this: {reason}; {_INSTEAD}")
@@ -271,7 +269,7 @@ def _attend_job(plan: _Plan, smem, q_ref, o_ref, lse_ref, item, head, row, start
     rows = lambda value: jnp.full((_ROWS,), value, jnp.float32)
     carry = (jnp.zeros((_ROWS, plan.H), jnp.float32), rows(-jnp.inf), rows(0.0), count)
     acc, m, total, count = lax.fori_loop(tile, end_tile, step, carry)
-    safe = jnp.where(total > 0, total, 1.0)
+    safe = jnp.where(total != 0, total, 1.0)
     smem.o[...] = acc / lax.broadcast_in_dim(safe, acc.shape, (0,))
     smem.lse[...] = m + jnp.log(safe) * LOG2E  # nothing seen: -inf
     plgpu.commit_smem()
@@ -362,7 +360,8 @@ def refusal(q, k_pages, kv_scales, interpret, device: DeviceSpec) -> str | None:
 def _plan(q, k_pages, page_table, scale, soft_cap, interpret, given: DecodeBlocks | None, device: DeviceSpec) -> _Plan:
     """The static side of a call: what was given, tuned or ruled, and the length of the work list."""
     (B, K, G, H), P = q.shape, k_pages.shape[2]
-    blocks = choose("gpu.mosaic_decode", device, decode_key(q, k_pages, page_table), DecodeBlocks, rule(H, device), given)
+    key = decode_key(q, k_pages, page_table)
+    blocks = choose("gpu.mosaic_decode", device, key, DecodeBlocks, rule(H, device), given, also=("num_splits",))
     block, stages, target = blocks.tokens_per_block, blocks.num_stages, 0
     assert block is not None and stages is not None  # the rule names both
     if block % 64 or not 64 <= block <= 256 or stages < 1 or shared_bytes(H, block, stages) > device.smem_bytes > 0:

@@ -82,6 +82,15 @@ def query_view(num: Numerics, q):
     return q.astype(num.dtype) if num.dtype == "float32" else q
 
 
+def check_tile(kernel: str, num_warps: int | None, **tokens: int | None) -> None:
+    """Raises ValueError unless the sides of a tile are what Triton multiplies."""
+    for name, value in tokens.items():
+        if value is None or value < 16 or value & (value - 1):
+            raise ValueError(f"{name}={value} of {kernel} must be a power of two of at least 16: such are Triton's tiles")
+    if num_warps is None or num_warps > 32 or num_warps & (num_warps - 1):
+        raise ValueError(f"num_warps={num_warps} of {kernel} must be a power of two of at most 32")
+
+
 def pow2(n: int, least: int = 1) -> int:
     """The smallest power of two that is at least `n` and `least`."""
     return max(least, 1 << (n - 1).bit_length())
@@ -234,6 +243,6 @@ def finish(acc, m, total, unit: float = 1.0):
     acc holds numbers that are `unit` times too small.
     """
     total = jnp.sum(total, 1)
-    alive = total > 0
+    alive = total != 0  # NaN is alive
     safe = jnp.where(alive, total, 1.0)
     return [a * (unit / safe)[:, None] for a in acc], jnp.where(alive, m * LN2 + jnp.log(safe), -jnp.inf)

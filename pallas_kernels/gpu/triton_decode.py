@@ -131,9 +131,9 @@ def _combine_kernel(plan: _Plan, lengths_ref, starts_ref, parts_ref, part_lse_re
     def combine():
         carry = (jnp.zeros(h.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
         acc, m, total = lax.fori_loop(0, pl.cdiv(count, _COMBINE_BLOCK), body, carry)
-        safe = jnp.where(total > 0, total, 1.0)
+        safe = jnp.where(total != 0, total, 1.0)
         plgpu.store(o_ref.at[row, head, g, h], acc / safe, mask=h < plan.H)
-        lse_ref[row, head, g] = jnp.where(total > 0, m * LN2 + jnp.log(safe), -jnp.inf)
+        lse_ref[row, head, g] = jnp.where(total != 0, m * LN2 + jnp.log(safe), -jnp.inf)
 
 
 def decode(
@@ -187,8 +187,10 @@ def _plan(q, k_pages, page_table, num: Numerics, given: DecodeBlocks | None, dev
     """The static side of a call: what was given, tuned or ruled, and the length of the work list."""
     (B, K, G, H), P = q.shape, k_pages.shape[2]
     rule = gpu_decode_blocks(G, H, k_pages.dtype.itemsize, num.dtype)
-    blocks = choose("gpu.triton_decode", device, decode_key(q, k_pages, page_table), DecodeBlocks, rule, given)
+    key = decode_key(q, k_pages, page_table)
+    blocks = choose("gpu.triton_decode", device, key, DecodeBlocks, rule, given, also=("num_splits",))
     block = blocks.tokens_per_block
+    common.check_tile("gpu.triton_decode", blocks.num_warps, tokens_per_block=block)
     assert block is not None  # the rule names one
     target = 0
     if blocks.num_splits is None:

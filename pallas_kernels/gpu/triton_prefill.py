@@ -193,5 +193,6 @@ def _plan(q, k_pages, page_table, scale, soft_cap, interpret, given: PrefillBloc
     rule = gpu_prefill_blocks(T * G, H, k_pages.dtype.itemsize, cached.dtype)
     blocks = choose("gpu.triton_prefill", device, key, PrefillBlocks, rule, given)
     rows, block = blocks.queries_per_block, blocks.keys_per_block
+    common.check_tile("gpu.triton_prefill", blocks.num_warps, queries_per_block=rows, keys_per_block=block)
     assert rows is not None and block is not None  # the rule names them
     return _Plan(B, T, K, G, H, P, rows, block, cached, own), blocks

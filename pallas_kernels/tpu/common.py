@@ -13,12 +13,25 @@ LANES = 128
 MASKED = -1e30  # finite: MASKED - MASKED is 0, not NaN
 LOG2_E = 1.4426950408889634
 _UNASKED_VMEM = 12 * 2**20  # of the 16 MiB that every TPU compiler grants; the rest is for what it spills
-TABLE_BYTES = 900 * 2**10  # of the 1 MiB of scalar memory; the rest holds lengths, cursors and what the compiler spills
+TABLE_BYTES = 900 * 2**10  # of the 1 MiB of scalar memory; the rest holds cursors, a table's tail and what the compiler spills
 
 
 def tile_rows(dtype) -> int:
     """Returns how many rows the smallest piece of a `[.., rows, 128]` array has that a copy may address."""
     return 32 // jnp.dtype(dtype).itemsize
+
+
+def rows_at_once(columns: int, table_bytes: int) -> int:
+    """Returns how many rows' page tables, and two more numbers a row, `table_bytes` of scalar memory hold.
+
+    Raises:
+      ValueError: not even one.
+    """
+    if 4 * columns > table_bytes:
+        raise ValueError(
+            f"a page table of {columns} columns does not fit the {table_bytes} bytes of scalar memory: use larger pages"
+        )
+    return max(1, table_bytes // (4 * (columns + 2)))
 
 
 def refuse_float16(pool_dtype, interpret) -> None:
@@ -87,14 +100,10 @@ def ceil_divide(x, n: int):
 def token_scales(ref, which: int, K: int, P: int):  # [pages, 2, R, 128] -> [>= K, pages * P]
     """Returns the scales of a block's pages as one row of tokens a head; `which` 0: keys, 1: values.
 
-    A page's scales are flat, head-major and token-minor. Where 128 / P = n heads share a row of lanes, n pages of n heads are an
+    A page's scales are flat, head-major and token-minor; P divides 128 or is a multiple of it. Where 128 / P = n heads share a row of lanes, n pages of n heads are an
     n x n transposition of pieces of P lanes: one exchange of halves for each bit of n.
     """
     pages = ref.shape[0]
-    if P % LANES and LANES % P:
-        raise ValueError(
-            f"page_size {P} of an 8-bit pool must divide {LANES} or be a multiple of it: a TPU reads scales by the row of lanes"
-        )
     if P >= LANES:
         n = P // LANES
         parts = [ref[j, which, :, :] for j in range(pages)]

@@ -36,6 +36,7 @@ from pallas_kernels.tpu.common import (
     operand_dtype,
     refuse_float16,
     repeat,
+    rows_at_once,
     tile_rows,
     token_scales,
     vmem_limit,
@@ -207,7 +208,7 @@ def _finish(plan, o_ref, lse_ref, acc, top, total):
             o = jnp.where(head == i, acc[n][:, i * H : (i + 1) * H], o)
         o_ref[n] = o / jnp.where(total_n == 0, 1, total_n)
         here = (jnp.log2(total_n) + top[n][:, :1]) * (1 / LOG2_E)
-        lse = jnp.where((lane == n) & (total_n > 0), here, lse)
+        lse = jnp.where((lane == n) & (total_n != 0), here, lse)
     lse_ref[...] = lse
 
 
@@ -236,9 +237,7 @@ def decode(
     """
     refuse_float16(k_pages.dtype, interpret)
     B, M = page_table.shape
-    most = TABLE_BYTES // (4 * M)
-    if most == 0:
-        raise ValueError(f"a page table of {M} columns does not fit the {TABLE_BYTES} bytes of scalar memory: use larger pages")
+    most = rows_at_once(M, TABLE_BYTES)
     pools = [k_pages, v_pages] + ([] if kv_scales is None else [kv_scales])
     outputs = []
     for b in range(0, B, most):
@@ -283,8 +282,9 @@ def _call(plan, q, pools, page_table, lengths, starts, page_offset, interpret):
     B, N, S, H = len(q), plan.N, plan.S, plan.H
     padded = plan.cores * plan.steps * plan.rows
     pad = lambda x: jnp.pad(x, [(0, padded - B)] + [(0, 0)] * (x.ndim - 1))
-    # A block's ids are read whole, and the last steps read on where nothing is left to fetch.
-    table = jnp.pad(page_table.reshape(-1), (0, (padded - B) * plan.M + plan.stages * plan.block + UNROLL))
+    # A block's ids are read whole, and the last steps read on where nothing is left to fetch. Rows that fill up a grid step have no
+    # columns: they are empty, so no page is looked up for them, and scalar memory has no room for more.
+    table = jnp.pad(page_table.reshape(-1), (0, plan.stages * plan.block + UNROLL))
     lse_lanes = -(-N // LANES) * LANES
     at_row = lambda *rest: pl.BlockSpec((plan.rows, *rest), lambda c, s, *_: (c * plan.steps + s,) + (0,) * len(rest))
     state = [(N, S, plan.g * H), (N, S, LANES), (N, S, LANES if plan.T % LANES == 0 else plan.T)]  # acc, top, total

@@ -8,7 +8,6 @@ The next block, of this tile or the next one, is on its way while the matrix uni
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.block_sizes import PrefillBlocks, choose, tpu_prefill_blocks
+from pallas_kernels.block_sizes import PrefillBlocks
 from pallas_kernels.devices import DeviceSpec
 from pallas_kernels.tpu.common import (
     LOG2_E,
@@ -25,13 +24,14 @@ from pallas_kernels.tpu.common import (
     TABLE_BYTES,
     ceil_divide,
     divide,
-    operand_dtype,
     refuse_float16,
+    rows_at_once,
     start_copy,
     token_scales,
     vmem_limit,
 )
-from pallas_kernels.tpu.prefill_block import ROWS, TURN_ROWS, Refs, Sizes, Turn, attend, mark_visible
+from pallas_kernels.tpu.prefill_block import Refs, Sizes, Turn, attend, mark_visible
+from pallas_kernels.tpu.prefill_sizes import loaded_dtype, scratch, sizes, vmem
 
 _NO_WINDOW = 1 << 30
 
@@ -255,61 +255,23 @@ def prefill(
     """
     refuse_float16(k_pages.dtype, interpret)
     M = page_table.shape[1]
-    most = TABLE_BYTES // (4 * M)
-    if most == 0:
-        raise ValueError(f"a page table of {M} columns does not fit the {TABLE_BYTES} bytes of scalar memory: use larger pages")
+    most = rows_at_once(M, TABLE_BYTES)
     if scale < 0:  # the largest score is looked for before it is scaled
         q, scale = -q, -scale
     options = jnp.stack([jnp.where(window > 0, window, _NO_WINDOW), page_offset, 0]).astype(jnp.int32)
     outputs = []
     for b in range(0, len(q), most):
         rows = slice(b, b + most)
-        z = _sizes(q[rows], k_pages, M, kv_scales is not None, scale, soft_cap, block_sizes, device)
+        z = sizes(q[rows], k_pages, M, scale=scale, soft_cap=soft_cap, block_sizes=block_sizes, device=device)
         scalars = (lengths[rows], chunk_lengths[rows], page_table[rows].reshape(-1), options)
         outputs.append(_call(z, scalars, q[rows], k_pages, v_pages, kv_scales, k_new[rows], v_new[rows], interpret, device))
     return outputs[0] if len(outputs) == 1 else tuple(jnp.concatenate(x) for x in zip(*outputs, strict=True))
 
 
-def _sizes(q, k_pages, M, scaled, scale, soft_cap, block_sizes, device) -> Sizes:
-    B, T, K, G, H = q.shape
-    P, dtype = k_pages.shape[2], k_pages.dtype
-    rule = tpu_prefill_blocks(T, K, G, H, P, dtype.itemsize, device)
-    key = {"T": T, "K": K, "G": G, "H": H, "P": P, "dtype": dtype.name}
-    blocks = choose("tpu.prefill", device, key, PrefillBlocks, rule, block_sizes)
-    queries, pages = blocks.queries_per_block, blocks.pages_per_block
-    assert queries is not None and pages is not None
-    items = B * pl.cdiv(T, queries)
-    cores = device.num_cores if items % device.num_cores == 0 else 1
-    operand = jnp.dtype(operand_dtype(q.dtype, dtype))
-    heads = max(n for n in range(1, K + 1) if K % n == 0 and n * G * queries <= max(TURN_ROWS, G * queries))
-    return Sizes(
-        T=T, K=K, G=G, H=H, P=P, M=M, queries=queries, pages=pages, heads=heads, cores=cores, items=items // cores,
-        operand=operand.name, staged=dtype != operand, scaled=scaled, scale=scale, soft_cap=soft_cap,
-    )  # fmt: skip
-
-
-def _scratch(z: Sizes, pool_dtype, scale_shape) -> dict:
-    """Returns (shape, dtype) of the kernel's buffers by their names in `Refs`."""
-    f32, N = jnp.float32, z.K * z.G
-    pages, scores, probs = (2, z.pages, z.K, z.P, z.H), ((1, ROWS, z.keys), f32), ((ROWS, z.keys), z.operand)
-    state = (N, z.queries, z.lanes)
-    buffers = {
-        "k": (pages, pool_dtype), "v": (pages, pool_dtype), "visible": ((z.queries, z.keys), jnp.int32),
-        "even_scores": scores, "odd_scores": scores, "even_probs": probs, "odd_probs": probs,
-        "top": (state, f32), "total": (state, f32), "acc": ((N, z.queries, z.H), f32),
-    }  # fmt: skip
-    if z.scaled:
-        buffers |= {"scale_pages": ((2, z.pages, *scale_shape), f32), "scale_rows": ((2, z.K, 1, z.keys), f32)}
-    if z.staged:
-        turn = ((z.heads, z.keys, z.H), z.operand)
-        buffers |= {"k_own": (pages, z.operand), "v_own": (pages, z.operand), "k_turn": turn, "v_turn": turn}
-    return buffers
-
-
 def _call(z: Sizes, scalars, q, k_pages, v_pages, kv_scales, k_new, v_new, interpret, device):
     """Returns (o, lse) of rows whose page table fits scalar memory."""
     B, T, N, Q, H = len(q), z.T, z.K * z.G, z.queries, z.H
-    dtype = q.dtype if q.dtype != jnp.float16 else jnp.dtype(z.operand)  # float16 Mosaic does not know
+    dtype = loaded_dtype(q.dtype, z.operand)
     pad = lambda x, n: jnp.pad(x, ((0, 0), (0, 0), (0, n - T), (0, 0)))
     inputs = {
         "q": pad(q.astype(dtype).transpose(0, 2, 3, 1, 4).reshape(B, N, T, H), z.tiles * Q),
@@ -319,25 +281,24 @@ def _call(z: Sizes, scalars, q, k_pages, v_pages, kv_scales, k_new, v_new, inter
     }  # fmt: skip
     if z.scaled:
         inputs["kv_scales"] = kv_scales
-    buffers = _scratch(z, k_pages.dtype, kv_scales.shape[1:] if z.scaled else None)
     outputs = {
         "o": jax.ShapeDtypeStruct((B, N, z.tiles * Q, H), dtype),
         "lse": jax.ShapeDtypeStruct((B, z.tiles, N, 1, Q), jnp.float32),
     }
-    o, lse = _pallas_call(z, inputs, outputs, buffers, interpret, device)(*scalars, *inputs.values())
+    o, lse = _pallas_call(z, inputs, outputs, interpret, device)(*scalars, *inputs.values())
     o = o[:, :, :T].reshape(B, z.K, z.G, T, H).transpose(0, 3, 1, 2, 4).astype(q.dtype)
     return o, lse[:, :, :, 0].swapaxes(2, 3).reshape(B, z.tiles * Q, z.K, z.G)[:, :T]
 
 
-def _pallas_call(z: Sizes, inputs: dict, outputs: dict, buffers: dict, interpret, device: DeviceSpec):
+def _pallas_call(z: Sizes, inputs: dict, outputs: dict, interpret, device: DeviceSpec):
     N, Q, H = z.K * z.G, z.queries, z.H
+    buffers = scratch(z, inputs["k_pages"].dtype)
     names = ("lengths", "chunk_lengths", "table", "options", *inputs, *outputs, *buffers, "semaphores", "slot")
-    size = lambda shape, dtype: math.prod(shape) * jnp.dtype(dtype).itemsize
-    needed = sum(size(*buffer) for buffer in buffers.values()) + N * Q * (4 * H * outputs["o"].dtype.itemsize + 8)
+    needed = vmem(z, outputs["o"].dtype, inputs["k_pages"].dtype)
     tile = lambda c, i: ((c * z.items + i) // z.tiles, (c * z.items + i) % z.tiles)
     q_block = pl.BlockSpec((1, N, Q, H), lambda c, i, *_: (tile(c, i)[0], 0, tile(c, i)[1], 0))
     lse_block = pl.BlockSpec((1, 1, N, 1, Q), lambda c, i, *_: (*tile(c, i), 0, 0, 0))
-    scratch = [pltpu.VMEM(*buffer) for buffer in buffers.values()] + [pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32)]
+    scratch_shapes = [pltpu.VMEM(*buffer) for buffer in buffers.values()] + [pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32)]
     return pl.pallas_call(
         functools.partial(_kernel, names=names, z=z),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -345,7 +306,7 @@ def _pallas_call(z: Sizes, inputs: dict, outputs: dict, buffers: dict, interpret
             grid=(z.cores, z.items),
             in_specs=[q_block] + [pl.BlockSpec(memory_space=pltpu.HBM)] * (len(inputs) - 1),
             out_specs=[q_block, lse_block],
-            scratch_shapes=scratch,
+            scratch_shapes=scratch_shapes,
         ),
         out_shape=list(outputs.values()),
         compiler_params=pltpu.CompilerParams(

@@ -218,7 +218,7 @@ def _softmax(r: Refs, z: Sizes, turn: Turn, group: Group, top, scores: Ref, prob
         # options[2] is 0, which the compiler cannot know. If it saw the address just written, it would keep all the scores in
         # registers instead, and those spill.
         x = scores[r.options[2], :n, c : c + z.lanes]
-        seen = lambda p, x=x: p if turn.live is None else jnp.where(x > MASKED, p, 0)
+        seen = lambda p, x=x: p if turn.live is None else jnp.where(x == MASKED, 0, p)  # a NaN score is seen
         p = seen(jnp.exp2((squash(x, z) - new) * z.exponent))
         total += p
         if z.scaled:  # the scale of a dead token may be NaN

@@ -27,6 +27,7 @@ from pallas_kernels.tpu.common import (
     TABLE_BYTES,
     divide,
     refuse_float16,
+    rows_at_once,
     tile_rows,
     vmem_limit,
 )
@@ -159,9 +160,7 @@ def write(
     """
     refuse_float16(k_pages.dtype, interpret)
     B, M = page_table.shape
-    most = TABLE_BYTES // (4 * M)
-    if most == 0:
-        raise ValueError(f"a page table of {M} columns does not fit the {TABLE_BYTES} bytes of scalar memory: use larger pages")
+    most = rows_at_once(M, TABLE_BYTES)
     pools = [k_pages, v_pages] + ([] if kv_scales is None else [kv_scales])
     if k_new.dtype == jnp.float16:
         k_new, v_new = k_new.astype(jnp.float32), v_new.astype(jnp.float32)

@@ -153,7 +153,7 @@ def test_what_it_is_not_for_is_refused_and_the_triton_kernel_named(shape, option
         jax.eval_shape(f, *arguments)
 
 
-@pytest.mark.parametrize("blocks", [DecodeBlocks(tokens_per_block=32), DecodeBlocks(num_stages=3), DecodeBlocks(num_stages=0)])
+@pytest.mark.parametrize("blocks", [DecodeBlocks(tokens_per_block=32), DecodeBlocks(num_stages=3)])
 def test_blocks_that_do_not_fit_are_refused(blocks):
     f, arguments = call(GOOD, blocks=blocks)
     with pytest.raises(ValueError, match="shared memory"):

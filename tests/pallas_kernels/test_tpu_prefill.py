@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import ml_dtypes
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.block_sizes import PrefillBlocks, tpu_prefill_blocks
+from pallas_kernels.block_sizes import PrefillBlocks
 from pallas_kernels.devices import DEVICES
+from pallas_kernels.tpu import prefill_sizes
 from pallas_kernels.tpu.prefill import prefill
 
 BF16, F16, FP8 = ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
@@ -245,6 +247,31 @@ def test_a_float16_pool_is_refused_where_it_cannot_be_loaded():
         check(CASES["float16"], (17, 33, 8), (40, 3, 16), interpret=False)
 
 
+def sizes_by_rule(T, K, G, H, P, dtype, device, pool=None):
+    array = jax.ShapeDtypeStruct
+    q, pages = array((1, T, K, G, H), dtype), array((64, K, P, H), pool or dtype)
+    return prefill_sizes.sizes(q, pages, 64, scale=1.0, soft_cap=None, block_sizes=None, device=DEVICES[device])
+
+
+@pytest.mark.parametrize("device", ["v5e", "v5p", "tpu7x"])
+def test_the_rule_counts_every_buffer(device):
+    """What the kernel asks for, also where 8-bit pages and the chunk's own are converted before use, and f32 queries."""
+    for K, G, H, pool, dtype in itertools.product(
+        (1, 8, 32, 64), (1, 4), (128, 256), (BF16, np.int8, np.float32), (BF16, np.float32)
+    ):
+        if K * G <= 64:
+            z = sizes_by_rule(512, K, G, H, 32, dtype, device, pool)
+            assert prefill_sizes.vmem(z, np.dtype(dtype), np.dtype(pool)) <= DEVICES[device].vmem_bytes * 3 // 4, z
+    for K, G, H, dtype in ((32, 1, 256, BF16), (32, 1, 128, np.float32)):  # asked for 69 and 71 of 64 MiB
+        assert sizes_by_rule(512, K, G, H, 128, dtype, device, np.int8).queries == 128
+
+
+def test_queries_of_a_block_fill_groups():
+    for queries in (192, 8, 130):
+        with pytest.raises(ValueError, match=f"queries_per_block={queries} must be a multiple of 16 up to 128, or of 128"):
+            check(dataclasses.replace(CASES["plain"], queries=queries), (17, 33, 8), (40, 3, 16))
+
+
 @pytest.mark.parametrize("device", ["v5e", "tpu7x"])
 def test_block_sizes_fill_registers_and_fit_vmem(device):
     for K, G, H, P, itemsize in [
@@ -254,7 +281,7 @@ def test_block_sizes_fill_registers_and_fit_vmem(device):
         (8, 16, 256, 64, 4),
         (8, 3, 128, 24, 2),
     ]:
-        blocks = tpu_prefill_blocks(512, K, G, H, P, itemsize, DEVICES[device])
-        assert blocks.queries_per_block % 16 == 0 and (blocks.queries_per_block * G >= 256 or K > 8)
-        assert blocks.pages_per_block * P <= 512 and blocks.pages_per_block * P % 128 == 0
-    assert tpu_prefill_blocks(1, 8, 4, 128, 128, 2, DEVICES[device]).queries_per_block == 16
+        z = sizes_by_rule(512, K, G, H, P, {2: BF16, 4: np.float32}[itemsize], device)
+        assert z.queries % 16 == 0 and (z.queries * G >= 256 or K > 8)
+        assert z.keys <= 512 and z.keys % 128 == 0
+    assert sizes_by_rule(1, 8, 4, 128, 128, BF16, device).queries == 16

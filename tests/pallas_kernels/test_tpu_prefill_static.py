@@ -1,13 +1,14 @@
 """What the TPU compiler makes of the prefill kernel: its schedule on v5e, and whether it compiles for every target."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 import tpu_aot
 
-from pallas_kernels.block_sizes import tpu_prefill_blocks
 from pallas_kernels.devices import DEVICES
 from pallas_kernels.tpu.prefill import prefill
 from pallas_kernels.tpu.prefill_block import TURN_ROWS
+from pallas_kernels.tpu.prefill_sizes import sizes
 
 pytestmark = [pytest.mark.aot, tpu_aot.needs_libtpu]
 
@@ -34,9 +35,10 @@ def _compile(device, *, B=2, T=512, K=8, G=4, H=128, P=128, dtype=jnp.bfloat16, 
 @tpu_aot.needs_schedules
 def test_the_loop_keeps_v5e_matrix_units_busy_without_spills():
     _compile("v5e", K=8, G=4, H=128, P=128)
-    blocks = tpu_prefill_blocks(512, 8, 4, 128, 128, 2, DEVICES["v5e"])
-    assert blocks.queries_per_block * 4 <= TURN_ROWS
-    flops = 4 * TURN_ROWS * blocks.pages_per_block * 128 * 128  # q.k and p.v
+    q, pages = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 512, 8, 4, 128), (64, 8, 128, 128)))
+    z = sizes(q, pages, 64, scale=1.0, soft_cap=None, block_sizes=None, device=DEVICES["v5e"])
+    assert z.queries * 4 <= TURN_ROWS
+    flops = 4 * TURN_ROWS * z.keys * 128  # q.k and p.v
     cost = tpu_aot.static_cost("paged_prefill")
     assert len(cost.loops) == 2  # with and without a mask
     for loop in cost.loops:
