@@ -26,6 +26,7 @@ def check_attention(
         raise ValueError(f"q has shape {tuple(q.shape)}, expected [B, K, G, H] for decode or [B, T, K, G, H] for prefill")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(f"q must be floating point, got {q.dtype}")
+    _expect_axes("q", q)
     B, T, K, G, H = q.shape
     _check_pool(k_pages, v_pages, kv_scales, K, H)
     _check_rows(B, k_pages.shape[2], page_table, lengths, chunk_lengths)
@@ -53,12 +54,13 @@ def check_write(k_pages, v_pages, kv_scales, k_new, v_new, page_table, lengths, 
     """Checks one call of write_kv; k_new is `[L, B, T, K, H]` here."""
     if len(k_new.shape) != 5:
         raise ValueError(f"k_new has shape {tuple(k_new.shape)}, expected [L, B, T, K, H], or [B, T, K, H] for one layer")
+    _expect_axes("k_new", k_new)
     L, B, T, K, H = k_new.shape
     _expect("v_new", v_new, k_new.shape)
     _expect_floating("k_new", k_new)
     _expect_floating("v_new", v_new)
     _check_pool(k_pages, v_pages, kv_scales, K, H)
-    if L == 0 or k_pages.shape[0] % L:
+    if k_pages.shape[0] % L:
         raise ValueError(f"a pool of {k_pages.shape[0]} pages does not divide into the L={L} layers of k_new")
     _check_rows(B, k_pages.shape[2], page_table, lengths, chunk_lengths)
     _expect_whole_number("page_offset", page_offset)
@@ -106,19 +108,19 @@ def _check_tpu(choice: Choice, dtype, P: int, H: int) -> None:
 
 
 def _check_gpu(choice: Choice, k_pages) -> None:
-    size = math.prod(k_pages.shape) * k_pages.dtype.itemsize
-    if k_pages.dtype.itemsize == 1 and _INT32_RANGE < size <= 2 * _INT32_RANGE:
-        raise ValueError(
-            f"k_pages and v_pages have {size:,} bytes each, and Triton addresses an array of 1-byte values and 2 to 4 GiB with "
-            f"offsets of 32 bits and a sign: {choice.name!r} takes at most {_INT32_RANGE:,} bytes, or more than {2 * _INT32_RANGE:,}"
-        )
+    """No size of a pool is refused: Triton counts elements in 32 bits and a sign in arrays of up to 4 GiB, and kernels read 8-bit
+    pools as pairs, so that there are at most 2^31 elements in these; larger ones it counts in 64 bits."""
+    dtype, (_, _, _, H) = k_pages.dtype, k_pages.shape
+    if dtype.itemsize == 1 and H % 2:
+        raise ValueError(f"head_dim {H} of a {dtype} pool must be even for {choice.name!r}: its kernels read two values at a time")
 
 
 def _check_pool(k_pages, v_pages, kv_scales, K: int, H: int) -> None:
     if len(k_pages.shape) != 4:
         raise ValueError(f"k_pages has shape {tuple(k_pages.shape)}, expected [L*C, K, P, H]")
+    _expect_axes("k_pages", k_pages)
     rows, heads, P, dim = k_pages.shape
-    if heads == 0 or not heads_packed(K, H, heads, dim):
+    if not heads_packed(K, H, heads, dim):
         raise ValueError(
             f"k_pages has shape {tuple(k_pages.shape)}, expected (any, {K}, any, {H}) for {K} heads of {H}, a last axis of more than "
             f"{H} (padded heads), or (any, {K}/n, any, n*{H}) (n heads side by side)"
@@ -138,6 +140,7 @@ def _check_pool(k_pages, v_pages, kv_scales, K: int, H: int) -> None:
 
 def _check_rows(B: int, P: int, page_table, lengths, chunk_lengths) -> None:
     _expect("page_table", page_table, (B, None))
+    _expect_axes("page_table", page_table)
     _expect("lengths", lengths, (B,))
     if chunk_lengths is not None:
         _expect("chunk_lengths", chunk_lengths, (B,))
@@ -158,6 +161,12 @@ def _expect(name: str, array, shape: tuple) -> None:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, expected ({wanted})")
 
 
+def _expect_axes(name: str, array) -> None:
+    """Raises where there is nothing to do: kernels divide by what is never 0."""
+    if 0 in array.shape:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}: every axis must be at least 1")
+
+
 def _expect_floating(name: str, array) -> None:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {array.dtype}")
@@ -167,6 +176,8 @@ def _expect_number(name: str, value) -> None:
     """Raises unless `value` is a number known now: it is compiled into the kernel."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a plain number, got {type(value).__name__}; it is static, part of the compiled code")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
 
 
 def _expect_whole_number(name: str, value) -> None:

@@ -93,7 +93,8 @@ def _decode(at: Setting) -> dict:
         out["own token"] = _error(at, base, own=True)
         out["the Triton kernel by its name"] = _error(at, base, how=dataclasses.replace(at.how, implementation=None, module=TRITON))
         out["40,000 positions"] = _error(at, base, batch=3, context=40_000, ragged=False)
-        out["pool past 2^31 elements"] = functools.partial(_large_pool, at)
+        out["pool past 2^31 elements"] = functools.partial(_large_pool, at, "bfloat16", 2**31)
+        out["int8 pool of 3 GiB"] = functools.partial(_large_pool, at, "int8", 3 * 2**30)
     return out
 
 
@@ -204,12 +205,12 @@ def _splits(at: Setting, case: Case) -> Outcome:
     return Outcome(max(worst_error(case, data, LAYERS, how) for how in hows), case.tolerance, str(case))
 
 
-def _large_pool(at: Setting) -> Outcome:
-    """Element offsets past int32: pages of the last layer of a pool of 2^31 elements and more."""
-    case = at.base("decode", ragged=False)
-    layers = 2**31 // (case.layer_bytes("gpu") // 4) + 2
+def _large_pool(at: Setting, dtype: str, elements: int) -> Outcome:
+    """Offsets past int32: pages of the last layer of pools of so many elements each and more, 2^31 at least."""
+    case = at.base("decode", ragged=False, dtype=dtype)
+    layers = elements // (case.pages * case.kv_heads * case.page_size * case.head_dim) + 2
     data = make_data(case, layers, "gpu")
-    assert data.k_pages.size > 2**31
+    assert data.k_pages.size > elements >= 2**31
     return Outcome(worst_error(case, data, layers, at.how), case.tolerance, f"{layers} layers, {data.k_pages.size:,} elements")
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +15,14 @@ from pallas_kernels import (
     IMPLEMENTATIONS,
     DecodeBlocks,
     PrefillBlocks,
+    WriteBlocks,
     check_implementation,
+    default_device,
     device_spec,
     dispatch,
     paged_decode,
     paged_prefill,
+    present_spec,
     write_kv,
 )
 from pallas_kernels.block_sizes import choose
@@ -81,6 +86,9 @@ EIGHT_BIT = {"k_pages": lambda x: x.astype(np.int8), "v_pages": lambda x: x.asty
         ({"v_new": None}, ValueError, "paged_prefill needs k_new and v_new"),
         ({"soft_cap": 0.0}, ValueError, r"soft_cap must be positive or None, got 0\.0"),
         ({"soft_cap": -1.5}, ValueError, r"soft_cap must be positive or None, got -1\.5"),
+        ({"soft_cap": math.inf}, ValueError, "soft_cap must be finite, got inf"),
+        ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
+        ({"scale": np.float32(-np.inf)}, ValueError, "scale must be finite, got -inf"),
         ({"window": -3}, ValueError, "window must be 0 .* got -3"),
         ({"window": np.int32(-3)}, ValueError, "window must be 0 .* got -3"),
         ({"window": 2.5}, TypeError, r"window must be one whole number, got float 2\.5"),
@@ -102,6 +110,20 @@ def test_what_does_not_fit_is_refused_by_name_and_number(changes, error, message
 
 def shapes(op, **args):
     return jax.tree.map(lambda a: (a.shape, a.dtype), jax.eval_shape(functools.partial(op, **args)))
+
+
+EMPTY = {
+    "q": [("q", "k_new", "v_new", "page_table", "lengths", "chunk_lengths", 0), ("q", "k_new", "v_new", 1), ("q", 3)],
+    "page_table": [("page_table", 1)],
+    "k_pages": [("k_pages", "v_pages", 0), ("k_pages", "v_pages", 2)],
+}
+
+
+@pytest.mark.parametrize(("name", "names", "axis"), [(name, x[:-1], x[-1]) for name, rows in EMPTY.items() for x in rows])
+def test_an_axis_of_nothing_is_refused(name, names, axis):
+    cut = lambda x: np.take(x, [], axis)
+    with pytest.raises(ValueError, match=rf"{name} has shape .*: every axis must be at least 1"):
+        paged_prefill(**bad(**dict.fromkeys(names, cut)))
 
 
 def test_what_the_refusals_start_from_is_accepted():
@@ -142,6 +164,8 @@ def write_args(**changes):
         ({name: np.ones((B, T, K, H), np.int8) for name in ("k_new", "v_new")}, TypeError, "k_new must be floating point"),
         ({"chunk_lengths": np.ones(B, np.int64)}, TypeError, "chunk_lengths must be int32, got int64"),
         ({"page_offset": 1.0}, TypeError, "page_offset must be one whole number"),
+        ({name: np.ones((B, 0, K, H), np.float32) for name in ("k_new", "v_new")}, ValueError, "every axis must be at least 1"),
+        ({"page_table": np.ones((B, 0), np.int32)}, ValueError, r"page_table has shape \(4, 0\): every axis must be at least 1"),
         ({"kv_scales": np.ones((81, 2, 1, 128), np.float32)}, ValueError, "kv_scales goes with 8-bit pools"),
     ],
 )  # fmt: skip
@@ -178,7 +202,7 @@ V5E, H200 = DEVICES["v5e"], DEVICES["h200"]
         ("pallas_tpu", {"device": V5E}, pool("int8", P=96), "page_size 96 of a int8 pool must divide 128 or be a multiple of it"),
         ("pallas_tpu", {"device": V5E}, pool(H=64), r"head_dim 64, which must be a multiple of 128 lanes.*pool_heads"),
         ("pallas_tpu", {"device": V5E}, pool("float16"), "takes no float16 pool: .*give it bfloat16"),
-        ("pallas_gpu", {"device": H200}, pool("int8", P=256, K=128), "'pallas_gpu' takes at most 2,147,483,648 bytes"),
+        ("pallas_gpu", {"device": H200}, pool("int8", H=81), "head_dim 81 of a int8 pool must be even for 'pallas_gpu'"),
         ("pallas_tpu", {"device": V5E}, pool("uint16"), "no uint16 pool: .*give it bfloat16"),
         ("pallas_gpu", {"device": H200}, pool("uint8"), "no uint8 pool: .*give it float8_e4m3fn"),
         ("xla", {"interpret": True}, pool(), "interpret is for Pallas kernels, and implementation 'xla' has none"),
@@ -194,7 +218,8 @@ def test_what_can_run_is_accepted():
     for name in ("v5e", "v5p", "v6e", "tpu7x"):
         for dtype, P in (("float32", 8), ("bfloat16", 16), ("int8", 32), ("float8_e4m3fn", 32)):
             check_implementation(pool(dtype, P), implementation="pallas_tpu", device=DEVICES[name])
-    for pages in (pool("int8", P=16), pool("float8_e4m3fn", P=256, K=256), pool(P=256, K=128)):
+    # 8-bit pools of 2 to 4 GiB and of more: kernels read pairs (test_limits.py).
+    for pages in (pool("int8", P=16), pool("int8", P=256, K=128), pool("float8_e4m3fn", P=256, K=256), pool(P=256, K=128)):
         check_implementation(pages, implementation="pallas_gpu", device=DEVICES["h100"])
     for pages in (pool(H=80), pool("uint16", H=64), pool("uint8", P=32)):
         check_implementation(pages, implementation="pallas_tpu", interpret=True)
@@ -235,6 +260,80 @@ def test_devices_go_by_the_names_jax_gives():
         assert device_spec(kind) == DEVICES[name]
     with pytest.raises(ValueError, match="no DeviceSpec for 'Radeon'; known are v5e, .*Pass device=DeviceSpec"):
         device_spec("Radeon")
+
+
+def present(kind, platform="gpu", **figures):
+    """A jax.Device as it describes itself."""
+    return types.SimpleNamespace(device_kind=kind, platform=platform, **figures)
+
+
+def test_a_device_without_a_row_is_what_it_says_or_refused(monkeypatch):
+    assert present_spec(present("NVIDIA H200", compute_capability="9.0")) == H200
+    small = present_spec(present("NVIDIA GeForce RTX 4090", compute_capability="8.9", core_count=128))
+    assert (small.name, small.compute_capability, small.num_cores) == ("nvidia-geforce-rtx-4090", (8, 9), 128)
+    assert small.smem_bytes < DEVICES["a100"].smem_bytes
+    for device in (present("TPU v4", "tpu"), present("AMD MI300X", compute_capability="gfx942"), present("Radeon")):
+        with pytest.raises(ValueError, match=f"no DeviceSpec for '{device.device_kind}'"):
+            present_spec(device)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    here = lambda device: monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    here(present("NVIDIA H200", compute_capability="9.0"))
+    assert dispatch.choose(None, False, None).device == H200
+    here(present("Tesla T4", compute_capability="7.5", core_count=40))
+    with pytest.raises(ValueError, match=r"needs compute capability 8\.0, and tesla-t4 has \(7, 5\)"):
+        dispatch.choose(None, False, None)
+    assert dispatch.choose("pallas_gpu", True, DEVICES["cpu"]).device == default_device("gpu")
+
+
+def test_the_default_devices_have_the_least_of_each_figure():
+    for platform in ("tpu", "gpu"):
+        rows, least = [x for x in DEVICES.values() if x.platform == platform], default_device(platform)
+        for figure in ("hbm_bytes", "hbm_gbps", "matrix_tflops_bf16", "vmem_bytes", "smem_bytes", "num_cores"):
+            assert getattr(least, figure) == min(getattr(row, figure) for row in rows), figure
+        assert least.name not in DEVICES
+
+
+BLOCKS = [
+    (DecodeBlocks, {"num_splits": 0}),
+    (DecodeBlocks, {"tokens_per_block": 0}),
+    (DecodeBlocks, {"pages_per_block": -1}),
+    (PrefillBlocks, {"queries_per_block": 2.0}),
+    (WriteBlocks, {"num_stages": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), BLOCKS, ids=str)
+def test_block_sizes_are_whole_numbers_of_at_least_one(kind, fields):
+    ((name, value),) = fields.items()
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\.{name} must be a whole number of at least 1, or None, got {value}"):
+        kind(**fields)
+
+
+@pytest.mark.parametrize(
+    ("op", "implementation", "blocks", "error", "message"),
+    [
+        (paged_decode, "xla", WriteBlocks(), TypeError, "block_sizes of xla must be a DecodeBlocks or None, got WriteBlocks"),
+        (paged_decode, "xla", DecodeBlocks(num_stages=2), ValueError, "xla does not read num_stages of block_sizes, but pages_per_block"),
+        (paged_decode, "reference", DecodeBlocks(num_stages=2), ValueError, "reference does not read num_stages .* but nothing"),
+        (paged_decode, "pallas_gpu", DecodeBlocks(pages_per_block=3), ValueError, "triton_decode does not read pages_per_block"),
+        (paged_decode, "pallas_gpu", DecodeBlocks(tokens_per_block=48), ValueError, "tokens_per_block=48 .* a power of two of at least 16"),
+        (paged_decode, "pallas_gpu", DecodeBlocks(tokens_per_block=8), ValueError, "tokens_per_block=8 .* a power of two of at least 16"),
+        (paged_decode, "pallas_gpu", DecodeBlocks(num_warps=3), ValueError, "num_warps=3 .* a power of two of at most 32"),
+        (paged_decode, "pallas_tpu", DecodeBlocks(num_splits=2), ValueError, "tpu.decode does not read num_splits of block_sizes"),
+        (paged_prefill, "xla", DecodeBlocks(), TypeError, "must be a PrefillBlocks or None, got DecodeBlocks"),
+        (paged_prefill, "pallas_gpu", PrefillBlocks(keys_per_block=24), ValueError, "keys_per_block=24 .* a power of two"),
+        (paged_prefill, "pallas_tpu", PrefillBlocks(num_warps=4), ValueError, "tpu.prefill does not read num_warps"),
+        (write_kv, "xla", WriteBlocks(num_stages=2), ValueError, "xla does not read num_stages of block_sizes, but nothing"),
+    ],
+)  # fmt: skip
+def test_block_sizes_that_a_kernel_does_not_read_are_refused(op, implementation, blocks, error, message):
+    args = good() | {name: np.ones((ROWS, K, 8, H), np.float32) for name in ("k_pages", "v_pages")}
+    if op is paged_decode:
+        args = {name: x[:, 0] if name == "q" else x for name, x in args.items() if name not in ("k_new", "v_new", "chunk_lengths")}
+    if op is write_kv:
+        args = write_args()
+    with pytest.raises(error, match=message):
+        op(**args, implementation=implementation, interpret=implementation.startswith("pallas"), block_sizes=blocks)
 
 
 def test_block_sizes_are_given_tuned_or_ruled_field_by_field(monkeypatch, tmp_path):
