@@ -30,6 +30,8 @@ def merge_sinks(o, lse, sinks):
 def _shares(lse, score):
     """(share of what was there, share of the new score, their log-sum-exp); the shares with a last axis of 1."""
     top = jnp.maximum(lse, score)
+    top = jnp.where(top == -jnp.inf, 0, top)  # nothing on either side: -inf - -inf is NaN
     old, new = jnp.exp(lse - top), jnp.exp(score - top)
     total = old + new
-    return (old / total)[..., None], (new / total)[..., None], top + jnp.log(total)
+    safe = jnp.where(total == 0, 1, total)
+    return (old / safe)[..., None], (new / safe)[..., None], jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))

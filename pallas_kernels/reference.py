@@ -62,8 +62,10 @@ def attend(
     total = jnp.sum(weights, -1)
     values = jnp.where(seen[:, :, None, None], values, 0)  # 0 * NaN is NaN
     o = jnp.einsum("btkgs,bskh->btkgh", weights[..., : keys.shape[1]], values, precision="highest")
-    o = jnp.where(total[..., None] > 0, o / jnp.where(total > 0, total, 1)[..., None], 0)
-    lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + top[..., 0], -jnp.inf)
+    empty = total == 0  # NaN, which a row may see, is not
+    safe = jnp.where(empty, 1, total)
+    o = jnp.where(empty[..., None], 0, o / safe[..., None])
+    lse = jnp.where(empty, -jnp.inf, jnp.log(safe) + top[..., 0])
     return o.astype(q.dtype), lse
 
 
@@ -79,7 +81,7 @@ def write(k_pages, v_pages, kv_scales, k_new, v_new, page_table, lengths, chunk_
     def store(i, pools):
         k_pages, v_pages, kv_scales = pools
         l, b, t = i // (B * T), i // T % B, i % T
-        counts = t < chunk_lengths[b]
+        counts = (t < chunk_lengths[b]) & (lengths[b] + t < page_table.shape[1] * P)
         position = jnp.where(counts, lengths[b] + t, 0)
         page, offset = page_offset + l * (rows // L) + page_table[b, position // P], position % P
         page = jnp.where(counts, page, 0)

@@ -65,9 +65,9 @@ def combine(row, o, lse, num_rows: int):
     pivot = jnp.where(top > -jnp.inf, top, 0.0)  # every part may be empty
     weights = jnp.where(mine, jnp.exp2(lse[None] - pivot[:, None]), 0.0)
     total = jnp.sum(weights, 1)
-    safe = jnp.where(total > 0, total, 1.0)
+    safe = jnp.where(total != 0, total, 1.0)
     o = jnp.einsum("bikg,ikgh->bkgh", weights, o, precision=lax.Precision.HIGHEST)
-    return o / safe[..., None], jnp.where(total > 0, (pivot + jnp.log2(safe)) * LN2, -jnp.inf)
+    return o / safe[..., None], jnp.where(total != 0, (pivot + jnp.log2(safe)) * LN2, -jnp.inf)
 
 
 def _sum(x):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import (
+    EIGHT_BIT,
     ENGINE,
     ENGINE_OPTIONS,
     IMPLEMENTATIONS_UNDER_TEST,
@@ -207,6 +208,44 @@ def test_empty_rows_are_zero_with_lse_minus_infinity(implementation):
         assert np.isneginf(lse).all()
 
 
+SEEN = [Shape(K=2, G=1, H=64, P=8, M=12, B=2, own=False), Shape(K=1, G=1, H=128, P=8, M=12, B=2, T=6)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "shape"),
+    pairs([*SEEN, SINKS, INT8, FP8, CHUNK_INT8], SEEN, [FP8], implementations=[REFERENCE, *IMPLEMENTATIONS_UNDER_TEST]),
+    ids=label,
+)
+def test_a_nan_that_a_row_sees_comes_out(implementation, shape):
+    """A row whose keys are lost must not look like an empty one. Also as the engine compiles: fast math keeps NaN."""
+    case = make(shape, 0, [70, 9, 70, 0][: shape.B])
+    where = int(case["page_offset"]) + int(case["page_table"][0, 0])
+    for engine in (False, True) if implementation == XLA else (False,):
+        clean = run(shape, case, implementation, engine)
+        for kind, name in enumerate(("k_pages", "v_pages")):
+            dirty = dict(case, **{name: case[name].copy()})
+            if shape.pool in EIGHT_BIT:  # what a NaN becomes there
+                dirty["kv_scales"] = case["kv_scales"].copy()
+                dirty["kv_scales"][where, kind].reshape(-1)[0 : shape.pool_shape[1] * shape.P : shape.P] = np.nan
+            else:
+                dirty[name][where, :, 0] = np.nan
+            o, lse = run(shape, dirty, implementation, engine)
+            assert np.isnan(o[0]).all(), (name, engine)
+            assert np.isnan(lse[0]).all() == (name == "k_pages"), (name, engine)
+            assert same_bits((o[1:], lse[1:]), [x[1:] for x in clean])
+
+
+@each(reference=True)
+def test_a_sink_of_minus_infinity_is_none(implementation):
+    """Also where the row sees nothing: there is no score at all, and no NaN."""
+    stored = dataclasses.replace(SINKS, own=False)
+    case = make(stored, 0, [0, 1, 40, 288])
+    for engine in (False, True) if implementation == XLA else (False,):
+        o, lse = run(stored, dict(case, sinks=np.full_like(case["sinks"], -np.inf)), implementation, engine)
+        assert not o[0].any() and np.isneginf(lse[0]).all()
+        assert_close(dataclasses.replace(stored, sinks=False), {k: v for k, v in case.items() if k != "sinks"}, (o, lse))
+
+
 @each()
 def test_a_sink_is_a_score_without_a_value(implementation):
     stored = dataclasses.replace(SINKS, own=False)
@@ -240,7 +279,9 @@ def test_splits_and_blocks_of_any_size_say_the_same(implementation):
         case = make(shape, 3, [0, 1, shape.P * 3 + 1, shape.M * shape.P], window=0)
         want = run(shape, case, implementation)
         for pages, splits in ((1, 3), (4, 7)):
-            got = run(shape, case, implementation, block_sizes=DecodeBlocks(pages_per_block=pages, num_splits=splits))
+            gpu = DecodeBlocks(tokens_per_block=16 * pages, num_splits=splits)
+            blocks = gpu if implementation[0] == "pallas_gpu" else DecodeBlocks(pages_per_block=pages)
+            got = run(shape, case, implementation, block_sizes=blocks)
             assert_close(shape, case, got)
             np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-5)
 

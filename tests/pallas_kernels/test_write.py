@@ -204,6 +204,15 @@ def test_dropped_tokens_change_nothing_not_even_the_last_page(implementation, po
     assert_same_bits(write(case | {"page_table": np.full((B, M), C - 1, np.int32)}, implementation), before)
 
 
+@implementations_and_pools(quick=[SCALED])
+def test_positions_past_the_table_are_dropped(implementation, pool):
+    """A row that claims more tokens than its table holds stores what fits, and keeps its old ones: nothing wraps."""
+    most = M * pool.P
+    case = make(pool, 0, 21, [most - 2, most, 3, most - 21], [21, 5, 21, 21])
+    fits = case | {"chunk_lengths": np.asarray([2, 0, 21, 21], np.int32)}
+    assert_same_bits(write(case, implementation), written(fits, pool))
+
+
 @implementations
 def test_an_idle_row_shares_the_null_page_with_others(implementation):
     pool = POOLS[0]
