@@ -143,7 +143,9 @@ def init_state(
     kv_dtype = kv_dtype or ("float32" if platform == "cpu" else model.storage.dtype)
     kernels = Kernels.here(platform, implementation, interpret)
     make = lambda: empty_kv(config, num_slots, pages_per_slot, page_size, num_pages, kv_dtype, platform)
-    check_implementation(jax.eval_shape(make).k_pages, **kernels.options)
+    shapes, G = jax.eval_shape(make), config.num_q_heads // config.num_kv_heads
+    q = jax.ShapeDtypeStruct((num_slots, config.num_kv_heads, G, config.head_dim), model.storage.dtype)
+    check_implementation(shapes.k_pages, q, shapes.page_table, **kernels.options)
     kv = make()
     return State(
         params=model.params,

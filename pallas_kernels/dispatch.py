@@ -20,12 +20,15 @@ class _Backend:
     prefill: str
     write: str
     platform: str | None = None  # the only one it compiles for
+    check: str | None = None  # what its kernels ask of a call beyond `validate`
 
 
 _XLA_WRITE = "pallas_kernels.xla_write"
 _BACKENDS = {
     "xla": _Backend("pallas_kernels.xla", "pallas_kernels.xla", _XLA_WRITE),
-    "pallas_tpu": _Backend("pallas_kernels.tpu.decode", "pallas_kernels.tpu.prefill", "pallas_kernels.tpu.write", platform="tpu"),
+    "pallas_tpu": _Backend(
+        "pallas_kernels.tpu.decode", "pallas_kernels.tpu.prefill", "pallas_kernels.tpu.write", "tpu", "pallas_kernels.tpu.check"
+    ),
     # XLA's scatter is one kernel on a GPU: nothing to gain by another.
     "pallas_gpu": _Backend("pallas_kernels.gpu.decode", "pallas_kernels.gpu.triton_prefill", _XLA_WRITE, platform="gpu"),
 }
@@ -47,8 +50,12 @@ class Choice:
     def is_pallas(self) -> bool:
         return self.name in _BACKENDS and _BACKENDS[self.name].platform is not None
 
+    @property
+    def has_check(self) -> bool:
+        return self.is_pallas and _BACKENDS[self.name].check is not None
+
     def function(self, job: str) -> Callable:
-        """Returns the function that does `job`: "decode", "prefill" or "write".
+        """Returns the function that does `job`: "decode", "prefill", "write", or "check" where there is one.
 
         Raises:
           ValueError: it cannot be imported here.

@@ -204,12 +204,20 @@ def write_kv(
     return _bitcast(k, k_pages.dtype), _bitcast(v, v_pages.dtype), kv_scales
 
 
-def check_implementation(k_pages, *, implementation: str | None = None, interpret=False, device: DeviceSpec | None = None) -> None:
-    """Raises ValueError, as the ops would, where this implementation cannot run here or on such pages.
+def check_implementation(
+    k_pages, q=None, page_table=None, *, implementation: str | None = None, interpret=False, device: DeviceSpec | None = None
+) -> None:
+    """Raises ValueError, as the ops would with block sizes by rule, where this implementation cannot run here or on such arrays.
 
-    k_pages: `[L*C, K, P, H]`; anything with a shape and a dtype.
+    Args:
+      k_pages: `[L*C, K, P, H]`; anything with a shape and a dtype, as the others.
+      q: decode's `[B, K, G, H]`, and
+      page_table: `[B, M]`, to know also whether tables and blocks fit a core's memories.
     """
-    check_platform(choose(implementation, interpret, device), k_pages)
+    choice = choose(implementation, interpret, device)
+    check_platform(choice, k_pages)
+    if choice.has_check and q is not None and page_table is not None:
+        choice.function("check")(q, k_pages, page_table, choice.device)
 
 
 def _settings(choice: Choice, block_sizes) -> dict:

@@ -34,12 +34,6 @@ def rows_at_once(columns: int, table_bytes: int) -> int:
     return max(1, table_bytes // (4 * (columns + 2)))
 
 
-def refuse_float16(pool_dtype, interpret) -> None:
-    """Raises ValueError for a pool that the TPU compiler cannot load."""
-    if pool_dtype == jnp.float16 and not interpret:
-        raise ValueError("Mosaic loads no float16 on a TPU: keep keys and values in bfloat16 (float16 runs with interpret=True)")
-
-
 def operand_dtype(q_dtype, pool_dtype):
     """Returns the dtype in which q.k and p.v are multiplied; sums are f32."""
     return jnp.float32 if jnp.float32 in (q_dtype, pool_dtype) else jnp.bfloat16

@@ -34,7 +34,6 @@ from pallas_kernels.tpu.common import (
     divide,
     dot,
     operand_dtype,
-    refuse_float16,
     repeat,
     rows_at_once,
     tile_rows,
@@ -233,21 +232,25 @@ def decode(
     The page table lies in scalar memory; rows that do not fit there together go in several calls.
 
     Raises:
-      ValueError: a pool of float16, a table row too long for scalar memory, or pages too large for VMEM.
+      ValueError: a table row too long for scalar memory, or pages too large for VMEM.
     """
-    refuse_float16(k_pages.dtype, interpret)
     B, M = page_table.shape
     most = rows_at_once(M, TABLE_BYTES)
     pools = [k_pages, v_pages] + ([] if kv_scales is None else [kv_scales])
     outputs = []
     for b in range(0, B, most):
         rows = slice(b, b + most)
-        plan = _plan(q[rows], pools, M, scale, soft_cap, block_sizes, device)
-        outputs.append(_call(plan, q[rows], pools, page_table[rows], lengths[rows], starts[rows], page_offset, interpret))
+        static = make_plan(q[rows], pools, M, scale=scale, soft_cap=soft_cap, block_sizes=block_sizes, device=device)
+        outputs.append(_call(static, q[rows], pools, page_table[rows], lengths[rows], starts[rows], page_offset, interpret))
     return outputs[0] if len(outputs) == 1 else tuple(jnp.concatenate(x) for x in zip(*outputs, strict=True))
 
 
-def _plan(q, pools, M, scale, soft_cap, block_sizes, device) -> _Plan:
+def make_plan(q, pools, M: int, *, scale: float, soft_cap: float | None, block_sizes, device: DeviceSpec) -> _Plan:
+    """Returns the static side of a call with tables of M columns.
+
+    Raises:
+      ValueError: pages too large for VMEM, or block sizes that the kernel does not read.
+    """
     B, K, G, H = q.shape
     num_pages, _, P, _ = pools[0].shape
     dtype = pools[0].dtype

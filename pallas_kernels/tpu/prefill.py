@@ -24,7 +24,6 @@ from pallas_kernels.tpu.common import (
     TABLE_BYTES,
     ceil_divide,
     divide,
-    refuse_float16,
     rows_at_once,
     start_copy,
     token_scales,
@@ -251,9 +250,8 @@ def prefill(
     Both are 0 for tokens past the chunk. Rows whose page tables do not fit scalar memory together go in several calls.
 
     Raises:
-      ValueError: a pool of float16, a table row too long for scalar memory, or pages too large for VMEM.
+      ValueError: a table row too long for scalar memory, or pages too large for VMEM.
     """
-    refuse_float16(k_pages.dtype, interpret)
     M = page_table.shape[1]
     most = rows_at_once(M, TABLE_BYTES)
     if scale < 0:  # the largest score is looked for before it is scaled
@@ -298,7 +296,10 @@ def _pallas_call(z: Sizes, inputs: dict, outputs: dict, interpret, device: Devic
     tile = lambda c, i: ((c * z.items + i) // z.tiles, (c * z.items + i) % z.tiles)
     q_block = pl.BlockSpec((1, N, Q, H), lambda c, i, *_: (tile(c, i)[0], 0, tile(c, i)[1], 0))
     lse_block = pl.BlockSpec((1, 1, N, 1, Q), lambda c, i, *_: (*tile(c, i), 0, 0, 0))
-    scratch_shapes = [pltpu.VMEM(*buffer) for buffer in buffers.values()] + [pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32)]
+    scratch_shapes = [pltpu.VMEM(*buffer) for buffer in buffers.values()] + [
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SMEM((1,), jnp.int32),
+    ]
     return pl.pallas_call(
         functools.partial(_kernel, names=names, z=z),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -26,7 +26,6 @@ from pallas_kernels.tpu.common import (
     LANES,
     TABLE_BYTES,
     divide,
-    refuse_float16,
     rows_at_once,
     tile_rows,
     vmem_limit,
@@ -156,9 +155,8 @@ def write(
     The pools are donated to the kernel: under a jit that donates them nothing is copied. No two rows may write to one page.
 
     Raises:
-      ValueError: a pool of float16, or a page table too long for scalar memory.
+      ValueError: a page table too long for scalar memory.
     """
-    refuse_float16(k_pages.dtype, interpret)
     B, M = page_table.shape
     most = rows_at_once(M, TABLE_BYTES)
     pools = [k_pages, v_pages] + ([] if kv_scales is None else [kv_scales])
@@ -166,9 +164,9 @@ def write(
         k_new, v_new = k_new.astype(jnp.float32), v_new.astype(jnp.float32)
     for b in range(0, B, most):
         rows = slice(b, b + most)
-        plan = _plan(k_new[:, rows], pools, M, block_sizes, device)
+        static = make_plan(k_new[:, rows], pools, M, block_sizes, device)
         pools = _call(
-            plan,
+            static,
             k_new[:, rows],
             v_new[:, rows],
             pools,
@@ -181,7 +179,8 @@ def write(
     return *pools, *([None] * (3 - len(pools)))
 
 
-def _plan(k_new, pools, M, block_sizes, device) -> _Plan:
+def make_plan(k_new, pools, M: int, block_sizes, device: DeviceSpec) -> _Plan:
+    """Returns the static side of a call with tables of M columns; refuses as decode's."""
     L, B, T, K, H = k_new.shape
     num_pages, _, P, _ = pools[0].shape
     dtype = pools[0].dtype

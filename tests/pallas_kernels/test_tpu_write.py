@@ -138,19 +138,3 @@ def test_a_table_longer_than_scalar_memory_goes_in_pieces(monkeypatch):
     monkeypatch.setattr(write_module, "TABLE_BYTES", 4)
     with pytest.raises(ValueError, match="larger pages"):
         run(case, args, True)
-
-
-def test_positions_past_the_table_are_dropped():
-    """A row that claims more tokens than its table holds writes what fits, and no other row's page."""
-    case = dataclasses.replace(CASES["chunk"], lengths=(0, 5), counts=(40, 40), L=1)
-    args = list(make(case))
-    args[5] = args[5][:, :2].copy()  # two pages of 16 a row
-    fits = dataclasses.replace(case, counts=(32, 27))
-    want = expected(fits, (*args[:7], np.asarray(fits.counts, np.int32), args[8]))
-    assert_same_bits(run(case, args, True), want)
-
-
-def test_refuses_float16_on_a_device():
-    case = CASES["float16"]
-    with pytest.raises(ValueError, match="bfloat16"):
-        run(case, make(case), False)

@@ -214,6 +214,24 @@ def test_what_cannot_run_says_why(name, options, pages, message):
         check_implementation(pages, implementation=name, **options)
 
 
+def call_shapes(M, K=8, G=4, H=128, B=4):
+    return jax.ShapeDtypeStruct((B, K, G, H), jnp.bfloat16), jax.ShapeDtypeStruct((B, M), jnp.int32)
+
+
+def test_tables_and_pages_that_fit_no_memory_are_refused_before_a_call():
+    """As the first prefill would, and `init_state` can say so."""
+    check = functools.partial(check_implementation, device=V5E)
+    check(pool(), *call_shapes(64))
+    check(pool(P=16), *call_shapes(230_400))
+    with pytest.raises(ValueError, match="a page table of 230401 columns does not fit the 921600 bytes of scalar memory"):
+        check(pool(P=16), *call_shapes(230_401))
+    check(pool(P=16), *call_shapes(230_401), implementation="xla")
+    large = pool("float32", P=256, K=64, H=256)
+    with pytest.raises(ValueError, match="bytes of buffers do not fit the 67108864 bytes of VMEM of v5p: use smaller pages"):
+        check_implementation(large, *call_shapes(64, K=64, G=1, H=256), device=DEVICES["v5p"])
+    check_implementation(large, *call_shapes(64, K=64, G=1, H=256), device=H200)
+
+
 def test_what_can_run_is_accepted():
     for name in ("v5e", "v5p", "v6e", "tpu7x"):
         for dtype, P in (("float32", 8), ("bfloat16", 16), ("int8", 32), ("float8_e4m3fn", 32)):
