@@ -66,6 +66,22 @@ def test_long_tables_compile_for_tpu(op, B, M):
     tpu_aot.compile_for("v5e", function(op, "v5e"), arguments(op, B=B, M=M, P=16, T=1 if op is write_kv else 16))
 
 
+@pytest.mark.aot
+@tpu_aot.needs_libtpu
+@pytest.mark.parametrize(
+    ("device", "shape"),
+    [
+        ("v5p", {"K": 32, "G": 1, "H": 256, "pool": "int8"}),
+        ("tpu7x", {"K": 32, "G": 1, "H": 128, "pool": "int8", "q": "float32"}),
+        ("v5e", {"K": 64, "G": 1, "H": 128}),
+    ],
+    ids=str,
+)
+def test_chunks_of_many_heads_compile_for_tpu(device, shape):
+    """Their tiles were ruled too large for VMEM, or are three quarters of it."""
+    tpu_aot.compile_for(device, function(paged_prefill, device), arguments(paged_prefill, B=2, M=16, P=128, T=512, **shape))
+
+
 # 3 GiB each, of two layers: more than 2^31 bytes and fewer elements than that once they are read as pairs.
 LARGE = dict(B=8, M=64, P=16, K=8, G=4, rows=3 * 2**30 // (8 * 16 * 128), pool="int8")
 
