@@ -258,7 +258,7 @@ def test_the_rule_counts_every_buffer(device):
             z = sizes_by_rule(512, K, G, H, 32, dtype, device, pool)
             assert prefill_sizes.vmem(z, np.dtype(dtype), np.dtype(pool)) <= DEVICES[device].vmem_bytes * 3 // 4, z
     for K, G, H, dtype in ((32, 1, 256, BF16), (32, 1, 128, np.float32)):  # asked for 69 and 71 of 64 MiB
-        assert sizes_by_rule(512, K, G, H, 128, dtype, device, np.int8).queries == 128
+        assert sizes_by_rule(512, K, G, H, 128, dtype, device, np.int8).queries == (256 if device == "v5e" else 128)
 
 
 def test_queries_of_a_block_fill_groups():
