@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -26,7 +28,7 @@ def check(q, k_pages, page_table, device: DeviceSpec) -> None:
     array = jax.ShapeDtypeStruct
     q = jax.eval_shape(queries_to_pool, array(q.shape, q.dtype), array(k_pages.shape, k_pages.dtype))
     pools = [k_pages, k_pages] + ([array(scales_shape(rows, heads, P), jnp.float32)] if has_scales(k_pages.dtype) else [])
-    options = {"scale": 1.0, "soft_cap": None, "block_sizes": None, "device": device}
+    options: dict[str, Any] = {"scale": 1.0, "soft_cap": None, "block_sizes": None, "device": device}
     decode.make_plan(q, pools, M, **options)
     chunk = array((B, _CHUNK, *q.shape[1:]), q.dtype)
     sizes = prefill_sizes.sizes(chunk, k_pages, M, **options)
