@@ -109,7 +109,7 @@ def write_arrays(path: Path, name: str, description: dict, arrays: dict, tokeniz
         with _checkpointer() as checkpointer:
             import orbax.checkpoint as ocp
 
-            checkpointer.save(folder / "params", args=ocp.args.PyTreeSave(arrays))
+            checkpointer.save((folder / "params").absolute(), args=ocp.args.PyTreeSave(arrays))
 
 
 def read_arrays(path: Path, name: str) -> tuple[dict, dict]:
@@ -169,6 +169,7 @@ def _restore(path: Path) -> dict:
     """The tree as nested dicts of numpy arrays, read one by one: the peak is the weights and one array."""
     import orbax.checkpoint as ocp
 
+    path = path.absolute()  # Orbax finds nothing at a relative one
     if not path.is_dir():
         raise ValueError(f"{path} is missing: the checkpoint is incomplete")
     with _checkpointer() as checkpointer:

@@ -103,7 +103,7 @@ def _fits(d: Deployment) -> dict[str, Any]:
         "requested_fits": most >= wanted,
         "chips_for_requested": needed[0] if needed else None,
         "tensor_parallel_for_requested": needed[1] if needed else None,
-        "kernels_refuse": dataclasses.asdict(refused) if refused else None,
+        "kernels_refuse": refused,
     }
 
 

@@ -105,10 +105,8 @@ def _fits(d: Deployment, f: Figures) -> list[str]:
         )
         lines.append(f"  not {_count(wanted)} of {d.context:,} tokens: {need}")
     if refused := f["kernels_refuse"]:
-        takes = [f"{refused['fewer']:,}"] if refused["fewer"] else []
-        takes += [f"{refused['more']:,} and more"] if refused["more"] else []
-        told = f"but the kernels take no pool for just {_count(refused['sequences'])}, only for {' or '.join(takes) or 'none'}: "
-        lines += textwrap.wrap(told + refused["reason"], 120, initial_indent="  ", subsequent_indent="    ")
+        told = f"but the kernels of {d.chip.name} take no such pool: {refused}"
+        lines += textwrap.wrap(told, 120, initial_indent="  ", subsequent_indent="    ")
     return lines
 
 

@@ -46,6 +46,7 @@ class Haystack:
     tokens: np.ndarray
     facts: tuple[Fact, ...]
     places: tuple[int, ...]  # how many tokens stand before each fact
+    most_tokens: int  # what was asked for: texts of one length differ by less than a line, and share their compiled steps
 
 
 def make_haystack(model: Model, filler: str, num_tokens: int, depths: Sequence[float], trial: int) -> Haystack:
@@ -80,12 +81,12 @@ def make_haystack(model: Model, filler: str, num_tokens: int, depths: Sequence[f
             parts.append(planted[before[i]])
         if i < count:
             parts.append(lines[i])
-    return Haystack(np.concatenate(parts), facts, tuple(places))
+    return Haystack(np.concatenate(parts), facts, tuple(places), num_tokens)
 
 
 def ask(model: Model, haystack: Haystack, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability of each answer in nats, f64[facts]; whether greedy decoding would give it, bool[facts])."""
-    n, held = len(haystack.facts), len(haystack.tokens)
+    n, held = len(haystack.facts), haystack.most_tokens
     state = init_state(model, 1, 1, kv_dtype=kv_dtype)
     pages = -(-held // state.kv.page_size) + n * (1 + -(-_QUESTION_TOKENS // state.kv.page_size)) + 2
     state = init_state(model, n + 1, held + _QUESTION_TOKENS, num_pages=pages, kv_dtype=kv_dtype)

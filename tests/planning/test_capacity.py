@@ -291,19 +291,11 @@ def test_presets_are_about_fifteen_and_all_plan():
         )
 
 
-def test_a_pool_that_kernels_refuse_is_told_with_its_neighbours(monkeypatch):
-    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"), kv_dtype="int8")
-    assert not any(refusal(d, n) for n in range(1, 40))  # 0.25 to 10 GiB of keys
-    assert refusal(d.change(page_size=8, chip=chip("v5e")), 1).fewer == 0  # pages of whole tiles, however many
-
-    def limited(k_pages, **_):
-        size = math.prod(k_pages.shape)
-        if 2**31 < size <= 2**32:
-            raise ValueError(f"{size:,} bytes each")
-
-    monkeypatch.setattr("jaxkv.planning.kernel_limits.check_implementation", limited)
-    found = refusal(d, 8)
-    assert found is not None and (found.sequences, found.fewer, found.more) == (8, 7, 16)
-    assert "2,148,007,936 bytes each" in found.reason  # 2 GiB of keys, and the null page
-    assert [n for n in range(1, 40) if refusal(d, n)] == list(range(8, 16))
-    assert refusal(d.change(chips=2, tensor_parallel=1), 16) == found  # 8 on each replica
+def test_a_pool_that_kernels_refuse_is_told_in_their_words():
+    d = Deployment(SHAPES["qwen2.5-7b"], chip("v6e"), page_size=24)
+    assert refusal(d, 1).startswith("page_size 24 of a bfloat16 pool must be a multiple of 16 for 'pallas_tpu'")
+    assert figures(d, Costs())["kernels_refuse"] == refusal(d, 1)
+    assert refusal(d.change(page_size=None), 1) is None and refusal(d.change(chip=chip("h100")), 1) is None
+    for sequences in (1, 8, 40):  # GPU kernels take 8-bit pools of any size
+        assert refusal(Deployment(SHAPES["llama-3.1-8b"], chip("h100"), kv_dtype="int8"), sequences) is None
+    assert refusal(Deployment(SHAPES["deepseek-v3"], chip("h200"), chips=16), 1) is None

@@ -56,7 +56,7 @@ REPORTS = {
     ("--chips=2", "--tensor_parallel=1", "--sequences=7"): ["2 replicas", "A decode step of 4 sequences a replica"],
     ("--shared_tokens=4K", "--sharers=4"): ["4,096 of them the same for each 4", "with the shared prefix cached"],
     ("--kv_dtype=int8", "--kv8_extra_us=100"): ["a scale a token and head", "100 us extra a step"],
-    ("--kv_dtype=int8", "--sequences=8"): ["but the kernels take no pool for just 8 sequences, only for 7 or 16 and more: ", "2,147,483,648"],
+    ("--device=v6e", "--page_size=24"): ["but the kernels of v6e take no such pool: page_size 24 of a bfloat16 pool must be"],
     ("--help",): ["--what_if=TEXT", "--context=N", "lower bounds"],
 }  # fmt: skip
 JSON = ("--context=8K", "--json", "--what_if=context=128K", "--save_plan=saved.yaml")
