@@ -127,7 +127,7 @@ def test_samples_are_those_of_generate(model, texts, overcommit):
 
 
 def test_nothing_is_traced_after_warmup(model, texts, tmp_path):
-    e = new_engine(model, overcommit=True, num_pages=SMALL, host_bytes=1 << 26)
+    e = new_engine(model, overcommit=True, num_pages=SMALL + 6, host_bytes=1 << 26)
     e.warmup()
     before = jaxkv.trace_counts()
     e._restores.recompute_s_per_token = 10.0
