@@ -105,8 +105,6 @@ def _paths() -> dict[str, Path]:
         raise ValueError(
             f"--shard_index={FLAGS.shard_index} must be in 0 to {FLAGS.num_shards - 1} with --num_shards={FLAGS.num_shards}"
         )
-    if not paths["input"].exists():
-        raise ValueError(f"--input={FLAGS.input}: no such file")
     if "metrics_file" in paths and importlib.util.find_spec("prometheus_client") is None:
         raise ValueError("--metrics_file needs prometheus_client: pip install prometheus-client")
     seen: dict[tuple, str] = {}
@@ -120,7 +118,19 @@ def _paths() -> dict[str, Path]:
         same = seen.setdefault(_identity(path), name)
         if same != name:
             raise ValueError(f"--{name} and --{same} are the same file, {path}: give two")
+    own = {_identity(path) for path in _beside(paths["output"])}
+    for name, path in paths.items():
+        if _identity(path) in own:
+            raise ValueError(f"--{name}={path} is a file that --output={paths['output']} needs for itself: give another")
+    if not paths["input"].exists():
+        raise ValueError(f"--input={FLAGS.input}: no such file")
     return paths
+
+
+def _beside(output: Path) -> list[Path]:
+    """What the job writes beside its output."""
+    job = output.with_name(f"{output.name}.job.json")
+    return [job, *(path.with_name(f".{path.name}.tmp") for path in (output, job))]
 
 
 def _identity(path: Path) -> tuple:

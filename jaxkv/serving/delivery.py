@@ -110,12 +110,13 @@ class Delivery:
                 while mine:
                     yield mine.popleft()
                 if id not in self._live:
-                    self._tell(id)
                     return
                 advance()
         finally:
             self._events += mine
             self._streams.pop(id, None)
+            if not mine:
+                self._tell(id)
 
     def receipt(self, id: int) -> dict:
         """Why so much was reused for a request and no more; KeyError: not admitted yet, or forgotten."""

@@ -80,7 +80,7 @@ class Engine:
             on_evict=self._on_evict,
         )
         self._tiers = make_tiers(config, secret, layout)
-        self._restores = Restores(self._tiers, self.cache, self.runner, secret) if self._tiers else None
+        self._restores = Restores(self._tiers, self.cache, self.runner, secret, clock) if self._tiers else None
         self.metrics.watch(self._tiers, lambda: self.cache.hold_outcomes)
         self.admission = Admission(
             config.plan,

@@ -68,8 +68,9 @@ def checked(request: Request) -> Request:
     for name in ("system_prompt", "adapter"):
         if not isinstance(getattr(request, name), str | None):
             raise ValueError(f"{name} must be a text or None, got {getattr(request, name)!r}")
-    if request.acl_epoch is not None and not is_whole(request.acl_epoch, 0):
-        raise ValueError(f"acl_epoch must be a whole number of at least 0, or None, got {request.acl_epoch!r}")
+    if request.acl_epoch is not None and not (is_whole(request.acl_epoch, 0) and int(request.acl_epoch) < 1 << 63):
+        kind = "a larger one" if is_whole(request.acl_epoch, 0) else repr(request.acl_epoch)
+        raise ValueError(f"acl_epoch must be a whole number of at least 0 and below 2**63, or None, got {kind}")
     for name in ("allow_truncation", "hold", "use_cache"):
         if not isinstance(getattr(request, name), bool):
             raise ValueError(f"{name} must be True or False, got {getattr(request, name)!r}")

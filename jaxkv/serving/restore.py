@@ -12,6 +12,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -29,6 +31,8 @@ from jaxkv.serving.tiers import Tiers
 
 # Pages of one store at most: a long sequence's go in several, so that a tier with little room takes a part.
 _STORED_TOGETHER = 64
+# A load that takes so many times as long as computing its pages, and a moment for a machine that pauses, is given up.
+_PATIENCE, _LEAST_PATIENCE_S = 10.0, 5.0
 # A step that has nothing else to do waits so long for a load: long beside a page's, short for whoever wants to abort.
 _WAIT_S = 0.5
 
@@ -42,6 +46,7 @@ class _Load:
     tier: str
     first_page: int  # logical
     is_public: bool  # they are the operator's
+    until_s: float  # when waiting for them is given up
 
 
 class Restores:
@@ -49,13 +54,21 @@ class Restores:
 
     Args:
       secret: the cache's, under which the keys of public pages are made; None: those are not brought back.
+      clock: seconds; a load that takes far too long by it is given up.
 
     Attributes:
       recompute_s_per_token: what computing a prompt's token takes, as measured; 0: not known yet, so nothing is moved.
     """
 
-    def __init__(self, tiers: Tiers, cache: PageCache, runner: Runner, secret: bytes | None = None):
-        self._tiers, self._cache, self._runner, self._secret = tiers, cache, runner, secret
+    def __init__(
+        self,
+        tiers: Tiers,
+        cache: PageCache,
+        runner: Runner,
+        secret: bytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._tiers, self._cache, self._runner, self._secret, self._clock = tiers, cache, runner, secret, clock
         self._loads: dict[int, _Load] = {}  # by owner
         self.recompute_s_per_token = 0.0
 
@@ -101,7 +114,8 @@ class Restores:
             return
         tokens = one.goal[first * P : (first + run.num_pages) * P]
         future = self._tiers.load_async(keys[: run.num_pages], fingerprint, tokens, run.tier)
-        self._loads[one.owner] = _Load(one, future, run.tier, first, is_public)
+        until_s = self._clock() + max(_LEAST_PATIENCE_S, _PATIENCE * run.num_pages * s_per_page)
+        self._loads[one.owner] = _Load(one, future, run.tier, first, is_public, until_s)
 
     def _public_run(self, public: Fingerprint, match: Match, tokens: np.ndarray, s_per_page: float) -> tuple[list[bytes], Run]:
         """The public keys that continue a match, as far as a tier has them, and the best run of them. O(pages matched and found)."""
@@ -119,11 +133,14 @@ class Restores:
         return one.owner in self._loads
 
     def finish(self, promised_pages: int) -> None:
-        """Writes what has arrived to its pages; a load that brought nothing leaves its sequence to compute.
+        """Writes what has arrived to its pages; a load that brought nothing, or does not end, leaves its sequence to compute.
 
         Args:
           promised_pages: must stay available.
         """
+        now = self._clock() if self._loads else 0.0
+        for one in [load.sequence for load in self._loads.values() if load.until_s < now and not load.future.done()]:
+            self.cancel(one)  # what comes yet is not written: it may hang for good
         for load in [load for load in self._loads.values() if load.future.done()]:
             one, data, P = load.sequence, load.future.result(), self._cache.page_size
             del self._loads[one.owner]

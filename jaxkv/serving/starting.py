@@ -55,7 +55,7 @@ class Starter:
         if not self._running.num_free_rows or self._full_at == self._running.spare_pages:
             return started
         self._full_at = None
-        tokens = 0
+        tokens, parked = 0, 0
         # Closed at once where it is left early: it puts back those that it took out of the heap.
         with contextlib.closing(self.queue.in_order(_GROUPS)) as groups:
             for group in groups:
@@ -64,6 +64,7 @@ class Starter:
                 tokens += group.goal.size
                 match = self._match(group)
                 if self._parked(group, match):
+                    parked += 1
                     continue
                 if not self._fits(group, match):
                     self._full_at = self._running.spare_pages
@@ -71,6 +72,8 @@ class Starter:
                 self.queue.remove(group)
                 self._running.seat(group, match)
                 started.append((group, match))
+        if parked:
+            self._hurry()
         return started
 
     def _match(self, group: SequenceGroup) -> Match:
@@ -88,7 +91,6 @@ class Starter:
         if not computed:
             return False
         self.queue.park(group, computed[-1])
-        self._hurry()
         return True
 
     def _hurry(self) -> None:

@@ -166,6 +166,8 @@ MISTAKES = {
     ("--input=in", "--output=no/out"): "there is no folder no",
     ("--input=in", "--output=in"): "--output and --input are the same file",
     ("--input=in", "--output=link"): "--output and --input are the same file",
+    ("--input=out.job.json", "--output=out"): "--input=out.job.json is a file that --output=out needs for itself",
+    ("--input=in", "--output=out", "--summary=.out.tmp"): "--summary=.out.tmp is a file that --output=out needs",
     ("--input=in", "--output=out", "--summary=out"): "--summary and --output are the same file",
     ("--input=in", "--output=out", "--metrics_file=no/m"): "there is no folder no",
     ("--input=in", "--output=/dev/full"): "no file that answers can be added to",

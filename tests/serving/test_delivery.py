@@ -37,6 +37,16 @@ def test_streaming_one_request_loses_no_other(model, monkeypatch):
     assert sorted(e.run()) == others[-5:]  # now all were told, and those that nobody collected are the last five
 
 
+def test_streams_that_are_left_at_the_end_do_not_pile_up(model, monkeypatch):
+    monkeypatch.setattr("jaxkv.serving.delivery.KEPT", 5)
+    e = Engine(model, EngineConfig(**SIZES))
+    for i in range(12):
+        for event in e.stream(e.submit(Request(prompt(5, seed=i), 2))):
+            if event.finish_reason:
+                break
+    assert len(e.run()) == 5
+
+
 def test_run_returns_everything_however_much_that_is(model, monkeypatch):
     monkeypatch.setattr("jaxkv.serving.delivery.KEPT", 5)
     e = Engine(model, EngineConfig(**SIZES))

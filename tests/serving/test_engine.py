@@ -363,6 +363,7 @@ def test_nan_logits_fail_one_request_and_are_not_published(model, texts, expecte
         (Request([1], 4, priority=float("nan")), "invalid", "priority"),
         (Request([1], 4, priority=10**400), "invalid", "priority"),
         (Request([1], 4, acl_epoch="1"), "invalid", "acl_epoch"),
+        (Request([1], 4, acl_epoch=10**5000), "invalid", "below 2\\*\\*63"),
         (Request([1], 4, system_prompt=b"x"), "invalid", "system_prompt"),
         (Request([1], 4, allow_truncation="no"), "invalid", "allow_truncation"),
         ("no request", "invalid", "expected a Request"),

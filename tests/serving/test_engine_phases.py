@@ -167,7 +167,7 @@ def test_abort_while_pages_are_on_their_way(model, phase):
 
 
 def test_a_tier_that_hangs_does_not_hang_the_steps(model):
-    """A step returns though all that runs waits for a load; the request can be aborted, and another one is served."""
+    """A step returns though all that runs waits for a load, which is given up in the end; others can be aborted, or served."""
     texts = [prompt(40, seed=k) for k in range(3)]
     e = new_engine(model, num_pages=SMALL, host_bytes=1 << 26)
     restores_pay(e)
@@ -180,6 +180,14 @@ def test_a_tier_that_hangs_does_not_hang_the_steps(model):
     for _ in range(2):
         assert e.step() == []
     assert gate.reached.is_set()
+    follower = e.submit(Request(texts[0], 6))  # of pages that never come
+    now = e._restores._clock()
+    e._restores._clock = lambda: now + 1e6  # waiting is given up, and both compute
+    results = e.run()
+    assert [results[id][0].tokens.tolist() for id in (hung, follower)] == [greedy(model, texts[0], 6)] * 2
+    e._restores._clock = lambda: now
+    hung = e.submit(Request(texts[1], 6))
+    e.step()
     e.abort(hung)
     id = e.submit(Request(prompt(5, seed=9), 6))
     assert e.run()[id][0].tokens.tolist() == greedy(model, prompt(5, seed=9), 6)
