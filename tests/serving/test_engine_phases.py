@@ -52,7 +52,7 @@ def test_prompts_around_a_bucket(chunk):
         results = e.run()
         rounds.append([results[id][0].tokens.tolist() for id in ids])
     assert jaxkv.trace_counts() == before
-    state = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=1040, page_size=16)
+    state = jaxkv.init_state(model, num_slots=2, max_tokens_per_slot=1040, page_size=16)  # the engine's shapes: compiled already
     for i, text in enumerate(texts):
         state, output = jaxkv.generate(jaxkv.release(state, [0]), [text], max_new_tokens=3)
         assert rounds[0][i] == rounds[1][i] == output.tokens[0].tolist()
