@@ -123,3 +123,15 @@ class FakeTokenizer:
 
     def decode(self, ids) -> str:
         return decode(self, [int(i) for i in ids])
+
+
+def restores_pay(engine: jaxkv.Engine) -> None:
+    """Bringing pages back from a tier is faster than computing them, whatever else this machine does."""
+    engine._restores.recompute_s_per_token = 10.0
+    engine.scheduler._measure = lambda *measured: None
+
+
+def wait_for_stores(engine: jaxkv.Engine) -> None:
+    """Waits until the tiers have what they were given."""
+    for lane in engine._tiers._lanes.values():
+        lane.stores.submit(lambda: None).result()

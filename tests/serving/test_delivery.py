@@ -3,7 +3,7 @@
 import engine
 import numpy as np
 import pytest
-from engine import make_model, prompt
+from engine import make_model, prompt, restores_pay, wait_for_stores
 
 from jaxkv import Engine, EngineConfig, Request, Sampling, TextEvent
 from jaxkv.serving.delivery import Delivery
@@ -63,14 +63,12 @@ def test_run_returns_everything_however_much_that_is(model, monkeypatch):
 def test_samples_have_one_receipt(model):
     """What a tier brought back counts for each sample of the prompt, and the receipt says that something was reused."""
     e = Engine(model, EngineConfig(**SIZES, num_pages=SMALL, host_bytes=1 << 26))
-    e._restores.recompute_s_per_token = 10.0
-    e.scheduler._measure = lambda *measured: None
+    restores_pay(e)
     texts = [prompt(40, seed=k) for k in range(3)]
     for text in texts:
         e.submit(Request(text, 4))
         e.run()
-        for lane in e._tiers._lanes.values():
-            lane.stores.submit(lambda: None).result()
+        wait_for_stores(e)
     id = e.submit(Request(texts[0], 4, Sampling(temperature=1.0, seed=1, n=2)))
     results = e.run()[id]
     receipt = e.receipt(id)

@@ -7,7 +7,7 @@ import engine
 import jax
 import jax.numpy as jnp
 import pytest
-from engine import V, greedy, make_model, prompt
+from engine import V, greedy, make_model, prompt, restores_pay, wait_for_stores
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -90,20 +90,17 @@ def test_tokens_come_back_from_a_tier(model, texts, expected, tier, tmp_path):
     kept = dict(disk_folder=tmp_path / "kv", disk_bytes=1 << 26) if tier == "disk" else dict(host_bytes=1 << 26)
     e = new_engine(model, num_pages=SMALL, **kept)
     fill_with_nan(e)
-    e._restores.recompute_s_per_token = 10.0
-    e.scheduler._measure = lambda *measured: None
+    restores_pay(e)
     for _ in range(3):
         assert run(e, texts) == expected
-        for lane in e._tiers._lanes.values():  # what is being stored is there for the next round
-            lane.stores.submit(lambda: None).result()
+        wait_for_stores(e)
     assert e.metrics.summary()["cached_tokens"][tier] > 0
     e.close()
 
 
 def test_swap_brings_a_preempted_sequence_back(model, texts):
     e = new_engine(model, num_pages=SMALL, overcommit=True, host_bytes=1 << 26)
-    e._restores.recompute_s_per_token = 10.0
-    e.scheduler._measure = lambda *measured: None
+    restores_pay(e)
     assert run(e, texts, 30) == [greedy(model, text, 30) for text in texts]
     assert e.metrics.summary()["num_preemptions"]["swap"] > 0
     e.close()
@@ -130,8 +127,7 @@ def test_nothing_is_traced_after_warmup(model, texts, tmp_path):
     e = new_engine(model, overcommit=True, num_pages=SMALL + 6, host_bytes=1 << 26)
     e.warmup()
     before = jaxkv.trace_counts()
-    e._restores.recompute_s_per_token = 10.0
-    e.scheduler._measure = lambda *measured: None
+    restores_pay(e)
     for sampling in (
         Sampling(),
         Sampling(temperature=0.7, n=2, logprobs=3, top_k=4),
@@ -140,8 +136,7 @@ def test_nothing_is_traced_after_warmup(model, texts, tmp_path):
         for text in texts:
             e.submit(Request(text, 20, sampling))
         e.run()
-        for lane in e._tiers._lanes.values():
-            lane.stores.submit(lambda: None).result()
+        wait_for_stores(e)
     aborted = e.submit(Request(texts[0], 5))
     e.step()
     e.abort(aborted)
@@ -267,12 +262,10 @@ def test_only_the_operator_publishes_for_all(model, texts, expected):
 def test_new_weights_match_nothing_old(model, texts, tmp_path):
     other = make_model(seed=1)
     e = new_engine(model, num_pages=SMALL, host_bytes=1 << 26)
-    e._restores.recompute_s_per_token = 10.0
-    e.scheduler._measure = lambda *measured: None
+    restores_pay(e)
     for _ in range(2):
         run(e, texts)
-        for lane in e._tiers._lanes.values():
-            lane.stores.submit(lambda: None).result()
+        wait_for_stores(e)
     assert e.metrics.summary()["cached_tokens"]["host"] > 0  # the old weights would have found their pages
     e.submit(Request(texts[0], NEW))
     e.step()
@@ -617,11 +610,9 @@ def test_drain_abort_and_unknown_ids(model, texts, expected):
 )
 def test_16_and_8_bit_pages_are_shared_and_restored_bit_by_bit(model, texts, kv_dtype):
     e = new_engine(model, num_pages=SMALL, kv_dtype=kv_dtype, host_bytes=1 << 26)
-    e._restores.recompute_s_per_token = 10.0
-    e.scheduler._measure = lambda *measured: None
+    restores_pay(e)
     first = run(e, texts)
-    for lane in e._tiers._lanes.values():
-        lane.stores.submit(lambda: None).result()
+    wait_for_stores(e)
     assert run(e, texts) == first == run(new_engine(model, kv_dtype=kv_dtype, prefix_cache=False), texts)
     assert e.metrics.summary()["cached_tokens"]["host"] > 0
     e.close()
@@ -633,8 +624,7 @@ def test_another_process_finds_what_is_on_disk(model, texts, expected, tmp_path)
 
     def serve(secret, m=model):
         e = new_engine(m, secret=secret, **kept)
-        e._restores.recompute_s_per_token = 10.0
-        e.scheduler._measure = lambda *measured: None
+        restores_pay(e)
         assert run(e, texts) == ([greedy(m, text, NEW) for text in texts] if m is not model else expected)
         e.close()
         return e.metrics.summary()["cached_tokens"]["disk"]

@@ -7,7 +7,7 @@ import engine
 import jax
 import numpy as np
 import pytest
-from engine import greedy, make_model, prompt, tiny_config
+from engine import greedy, make_model, prompt, restores_pay, tiny_config, wait_for_stores
 
 import jaxkv
 from jaxkv import Engine, EngineConfig, Request, RequestRefused, Sampling
@@ -23,18 +23,6 @@ def model():
 
 def new_engine(model, **changes) -> Engine:
     return Engine(model, EngineConfig(**(SIZES | changes)))
-
-
-def restores_pay(e: Engine) -> None:
-    """Bringing pages back is faster, whatever else this machine does."""
-    e._restores.recompute_s_per_token = 10.0
-    e.scheduler._measure = lambda *measured: None
-
-
-def stored(e: Engine) -> None:
-    """Waits until the tiers have what they were given."""
-    for lane in e._tiers._lanes.values():
-        lane.stores.submit(lambda: None).result()
 
 
 @pytest.mark.parametrize("chunk", [512, 300])
@@ -135,7 +123,7 @@ def test_abort_while_pages_are_on_their_way(model, phase):
         for text in texts:
             e.submit(Request(text, 6))
             e.run()
-        stored(e)
+        wait_for_stores(e)
         e.submit(Request(prompt(3, seed=9), 40))  # while it decodes, no step waits for a load
         e.step()
     gate = _Gate(lane.tier, phase)
@@ -160,7 +148,7 @@ def test_abort_while_pages_are_on_their_way(model, phase):
         threading.Timer(0.2, gate.opened.set).start()
         got = e.run()
     assert [got[id][0].tokens.tolist() for id in ids] == expected
-    stored(e)
+    wait_for_stores(e)
     e.cache.check()
     assert (e.cache.active_pages, e.cache.held_pages, e.scheduler.promised_pages) == (0, 0, 0)
     e.close()
@@ -174,7 +162,7 @@ def test_a_tier_that_hangs_does_not_hang_the_steps(model):
     for text in texts:
         e.submit(Request(text, 6))
         e.run()
-    stored(e)
+    wait_for_stores(e)
     gate = _Gate(e._tiers._lanes["host"].tier, "load")
     hung = e.submit(Request(texts[0], 6))
     for _ in range(2):
@@ -205,10 +193,10 @@ def test_public_pages_come_back_from_a_tier(model):
     for text in texts[1:]:
         e.submit(Request(text, 6, tenant="a"))
         e.run()
-        stored(e)
+        wait_for_stores(e)
     e.submit(Request(prompt(60, seed=9), 6, tenant="c"))  # the last of the public pages leave the device
     e.run()
-    stored(e)
+    wait_for_stores(e)
     expected = [greedy(model, text, 6) for text in texts[:2]]
     ids = [e.submit(Request(text, 6, tenant="b")) for text in texts[:2]]
     results = e.run()
