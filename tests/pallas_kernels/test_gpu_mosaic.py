@@ -76,7 +76,7 @@ BLOCKS = DecodeBlocks(tokens_per_block=64, num_stages=2)
 QUICK = (Shape(K=1, G=8, H=128, P=24, M=6, B=2, q=f16, pool=f16, soft_cap=3.0), BLOCKS)  # chunks smaller than a page
 CASES = [
     (Shape(K=3, G=8, H=128, P=24, M=6, q=f16, pool=f16, soft_cap=3.0), BLOCKS),
-    (Shape(K=1, G=64, H=64, P=128, M=2, q=bf16, pool=bf16, held_as_bits=True), BLOCKS),  # tiles smaller than a page
+    (Shape(K=1, G=64, H=64, P=128, M=2, q=bf16, pool=bf16), BLOCKS),  # tiles smaller than a page
     (Shape(K=2, G=5, H=256, P=64, M=3, q=bf16, pool=bf16), None),
     (Shape(K=2, G=1, H=128, P=8, M=20, q=bf16, pool=bf16), DecodeBlocks(tokens_per_block=128, num_stages=1, num_splits=3)),
     (Shape(K=3, G=7, H=64, P=16, M=17, q=f16, pool=f16), DecodeBlocks(num_splits=1)),
