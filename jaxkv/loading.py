@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import logging
 import shutil
-from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -19,11 +18,9 @@ from jaxkv.io.gguf_source import open_gguf
 from jaxkv.io.hf_source import open_hf_folder
 from jaxkv.io.resolve import resolve
 from jaxkv.io.tokenizer import Tokenizer
-from jaxkv.model.decoder import Kernels
 from jaxkv.model.params import CONVERSION, Storage, build_params
 from jaxkv.progress import Report, silent
 from jaxkv.sampling import Sampling
-from jaxkv.state import Static
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,11 +50,6 @@ class Model:
         if given.do_sample and "temperature" not in chosen:
             chosen["temperature"] = 1.0
         return Sampling(**chosen)
-
-    @cached_property
-    def static(self) -> Static:
-        """The part of every trace that is fixed by the model."""
-        return Static(self.config, self.storage.dtype, Kernels.here(self.storage.platform))
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,8 @@ from jaxkv.dispatch import (
 )
 from jaxkv.inputs import Integers, Tokens, as_integers, as_rows, check_rows, check_tokens, check_vocabulary
 from jaxkv.kv import pages
-from jaxkv.state import State, require_live
+from jaxkv.model.decoder import Kernels
+from jaxkv.state import State, Static, require_live
 from jaxkv.steps import step
 
 if TYPE_CHECKING:
@@ -148,17 +149,20 @@ def fork(state: State, src: Integers, dst: Integers) -> State:
     return successor(state, pools, own, targets, state.pending[sources])
 
 
-def score(model: Model, tokens: Tokens, lengths: Integers | None = None) -> jax.Array:
+def score(
+    model: Model, tokens: Tokens, lengths: Integers | None = None, implementation: str | None = None, interpret: bool = False
+) -> jax.Array:
     """Returns logits f32[R, T, V] of every token, without a cache; positions past a row's length are junk.
 
     Args:
       model: from `load_model`.
       tokens: token lists, one a row, or an array i32[R, T] with `lengths`.
       lengths: i32[R], how many tokens of each row of an array count; None: all.
+      implementation, interpret: of attention, as in `init_state`.
 
     Raises:
       TypeError: tokens or lengths that are not whole numbers.
-      ValueError: tokens outside the vocabulary, or none at all.
+      ValueError: tokens outside the vocabulary, or none at all; an implementation that is unknown or cannot run here.
     """
     chunks = as_rows(tokens, lengths)
     check_vocabulary(model.config, chunks)
@@ -166,5 +170,7 @@ def score(model: Model, tokens: Tokens, lengths: Integers | None = None) -> jax.
         raise ValueError("score needs at least one token")
     width = max(c.size for c in chunks)
     padded, counts = pad(chunks, bucket_tokens(width), len(chunks))
-    logits = step("score", model.storage.platform)(model.params, padded, counts, static=model.static)
+    platform = model.storage.platform
+    static = Static(model.config, model.storage.dtype, Kernels.here(platform, implementation, interpret))
+    logits = step("score", platform)(model.params, padded, counts, static=static)
     return logits[:, :width]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import jaxkv
@@ -54,3 +55,10 @@ def test_what_cannot_run_here_says_so_at_once(model):
         jaxkv.init_state(model, 1, 64, implementation="pallas_tpu")
     with pytest.raises(ValueError, match="page_size 16 of a int8 pool must be a multiple of 32"):
         jaxkv.init_state(model, 1, 64, page_size=16, kv_dtype="int8", implementation="pallas_tpu", interpret=True)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas_tpu", "pallas_gpu"])
+def test_scores_agree(model, implementation):
+    tokens = [[5, 3, 9, 1], [7]]
+    got = jaxkv.score(model, tokens, implementation=implementation, interpret=implementation.startswith("pallas"))
+    np.testing.assert_allclose(got[0], jaxkv.score(model, tokens)[0], atol=1e-4)

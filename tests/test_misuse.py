@@ -164,3 +164,6 @@ def test_score_refuses_what_it_cannot_score(model):
     for tokens, message in (([], "at least one"), ([[]], "at least one"), ([[1, V]], f"{V} at position 1")):
         with pytest.raises(ValueError, match=message):
             jaxkv.score(model, tokens)
+    for implementation, message in (("cuda", "cuda.*xla"), ("pallas_tpu", "interpret=True runs it here")):
+        with pytest.raises(ValueError, match=message):
+            jaxkv.score(model, [[1, 2]], implementation=implementation)

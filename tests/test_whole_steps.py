@@ -118,8 +118,8 @@ pytestmark = [pytest.mark.aot, tpu_aot.needs_libtpu]
 @pytest.fixture(autouse=True)
 def compilers(request):
     case = request.getfixturevalue("case")
-    if case.spec.platform == "gpu" and gpu_aot.missing():
-        pytest.skip(gpu_aot.missing())
+    if case.spec.platform == "gpu" and (reason := gpu_aot.missing()):
+        pytest.skip(reason)
 
 
 @pytest.mark.parametrize("case", [*CASES, INT8[0]], ids=lambda c: f"{c.model}-{c.device}-{c.kv_dtype}")

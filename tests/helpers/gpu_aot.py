@@ -83,6 +83,7 @@ class Report:
         return found
 
 
+@functools.cache
 def missing() -> str | None:
     """Why this machine cannot compile for NVIDIA targets, or None."""
     if jax.default_backend() != "cpu":

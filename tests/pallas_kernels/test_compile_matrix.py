@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import functools
 import itertools
 import sys
 from pathlib import Path
@@ -116,11 +115,6 @@ def cells():
             yield Cell(kernel, dtype, H, target)
 
 
-@functools.cache
-def gpu_missing() -> str | None:
-    return gpu_aot.missing()
-
-
 @pytest.mark.aot
 @tpu_aot.needs_libtpu
 @pytest.mark.parametrize(
@@ -135,8 +129,8 @@ def test_compiles_for_tpu(cell):
     "cell", [c for c in cells() if c.target in GPUS], ids=lambda c: f"{c.kernel}-{c.dtype}-{c.head_dim}-{c.target}"
 )
 def test_compiles_for_gpu(cell):
-    if gpu_missing():
-        pytest.skip(gpu_missing())
+    if reason := gpu_aot.missing():
+        pytest.skip(reason)
     cell.check(cell.compile())
 
 

@@ -1,7 +1,6 @@
 """What fits: page tables in scalar memory, buffers in VMEM, pools in the offsets of a GPU. Quick by what a trace says, `aot` by the
 real compilers."""
 
-import functools
 import math
 
 import gpu_aot
@@ -95,16 +94,11 @@ def test_gpu_kernels_address_no_single_bytes(op, pool):
     assert max(math.prod(x.aval.shape) for x in found[0].invars) <= 2**31
 
 
-@functools.cache
-def gpu_missing() -> str | None:
-    return gpu_aot.missing()
-
-
 @pytest.mark.aot
 @pytest.mark.parametrize("op", [paged_decode, paged_prefill], ids=lambda op: op.__name__)
 def test_an_8_bit_pool_past_2_gib_compiles_for_gpu(op):
-    if gpu_missing():
-        pytest.skip(gpu_missing())
+    if reason := gpu_aot.missing():
+        pytest.skip(reason)
     specs = jax.tree.map(lambda a: gpu_aot.spec("h200", a.shape, a.dtype), arguments(op, **LARGE))
     report = gpu_aot.compile_for("h200", function(op, "h200"), specs)
     kernel = report.kernel(op.__name__)
