@@ -4,7 +4,7 @@ decode step reads, how fast it can be at best, and what to change for more.
 --model is a preset, a Hugging Face folder or a config.json. --device is a chip of the
 table, a row of --device_file, or one described by --memory_gb (or --memory_gib),
 --hbm_gbps and --tflops_bf16, which also change a row of the table. Token counts may be
-written 128K (x 1,024). Sizes say GiB (2^30 bytes) or GB (10^9).
+written 128K (x 1,024) or 1M. Sizes say GiB (2^30 bytes) or GB (10^9).
 
 --plan FILE checks a capacity plan in YAML, the one the serving engine admits by;
 --save_plan FILE writes the one of this deployment. Times are lower bounds from data

@@ -1,7 +1,8 @@
 """A Hugging Face config.json -> ModelConfig, for both generations of the format.
 
-Missing fields take the defaults of the family's config class in transformers (checked against 5.24). What the decoder
-cannot do is refused by name, never guessed: architectures, activations, rope kinds, layer types, quantised weights.
+Missing fields take the defaults of the family's config class in transformers (checked against 5.24), but a size that every
+maker writes must be there. What the decoder cannot do is refused by name, never guessed: architectures, activations, rope
+kinds, layer types, quantised weights.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"vocab_size": 50_304, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
 }  # fmt: skip
 _MODEL_TYPES = {name: name for name in _FAMILIES} | {"gemma3_text": "gemma3"}
+# A text_config inside another may lack these where they are the family's defaults: Gemma 3's do.
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -174,6 +177,8 @@ def _family(given: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any
             raise ValueError(f"{where}: text_config is only supported for gemma3 with a gemma3_text inside, not for {kind!r}")
         outer = {name: given[name] for name in ("tie_word_embeddings",) if name in given}
         given = outer | dict(text)
+    elif missing := [name for name in _SIZES if name not in given]:
+        raise ValueError(f"{where}: {', '.join(missing)} missing; is the file whole?")
     if given.get("use_bidirectional_attention"):
         raise ValueError(f"{where}: use_bidirectional_attention is not supported; only causal decoders are")
     return _MODEL_TYPES[kind], given

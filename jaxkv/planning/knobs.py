@@ -52,8 +52,12 @@ def _changes(d: Deployment) -> Iterator[tuple[str, str, Deployment]]:
         yield "weights", "int8 weights (quality: measure it)", d.change(weights="int8")
     if (heads := fewer_kv_heads(d)) is not None:
         yield "num_kv_heads", f"another architecture: {heads} KV heads, retrained", d.change(model=d.model.with_kv_heads(heads))
-    tp = 2 * d.tp if can_split(d.model, 2 * d.tp) else d.tp
-    yield "chips", f"twice the chips: {2 * d.chips}, tensor_parallel {tp}", d.change(chips=2 * d.chips, tensor_parallel=tp)
+    if max_sequences(d) or (fewest := chips_for(d, 1)) is None:
+        tp = 2 * d.tp if can_split(d.model, 2 * d.tp) else d.tp
+        yield "chips", f"twice the chips: {2 * d.chips}, tensor_parallel {tp}", d.change(chips=2 * d.chips, tensor_parallel=tp)
+    else:
+        chips, tp = fewest
+        yield "chips", f"chips that hold one sequence: {chips}, tensor_parallel {tp}", d.change(chips=chips, tensor_parallel=tp)
 
 
 def fewer_kv_heads(d: Deployment) -> int | None:

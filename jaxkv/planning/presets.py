@@ -5,6 +5,7 @@ Shapes only, no weights. Each row's parameter count is checked in the tests agai
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,11 @@ def model_shape(name: str) -> ModelShape:
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
         return shape_of(config_from_hf(read_object(path), str(path)), path.parent.name or str(path))
+    names = (*PRESETS, *MLA_PRESETS)
+    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}? If not, " if near else ""
     raise ValueError(
-        f"no model {name!r}: give the path of a config.json, of a folder with one, or a preset: {', '.join((*PRESETS, *MLA_PRESETS))}"
+        f"no model {name!r}: {hint}give the path of a config.json, of a folder with one, or a preset: {', '.join(names)}"
     )
 
 

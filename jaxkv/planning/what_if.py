@@ -12,11 +12,11 @@ from jaxkv.planning.presets import model_shape
 
 
 def tokens(text: str) -> int:
-    """Returns a count written as 131072, 131_072 or 128K (x 1,024)."""
-    match = re.fullmatch(r"(\d+(?:_\d+)*)([kK]?)", text.strip())
+    """Returns a count written as 131072, 131_072, 128K (x 1,024) or 1M (x 1,048,576)."""
+    match = re.fullmatch(r"(\d+(?:_\d+)*)([kKmM]?)", text.strip())
     if not match:
         raise ValueError(f"{text!r} is no count of tokens: write 131072 or 128K")
-    return int(match[1]) * (1024 if match[2] else 1)
+    return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
 
 
 def _number(kind: type) -> Callable[[str], Any]:

@@ -12,9 +12,11 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     """Returns the mapping a YAML file holds.
 
     Raises:
-      ValueError: the file is no YAML mapping, or gives a key twice.
+      ValueError: there is no such file, or it is no YAML mapping, or gives a key twice.
     """
     yaml = _yaml()
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such file")
     try:
         text = Path(path).read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -208,6 +208,15 @@ def test_refused_by_name(kind):
         config(fields.get("model_type", "llama"), **{k: v for k, v in fields.items() if k != "model_type"})
 
 
+@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_size_that_is_not_there_is_not_guessed(name):
+    given = {key: value for key, value in SMALL.items() if key != name}
+    with pytest.raises(ValueError, match=f"config.json: {name} missing; is the file whole"):
+        config_from_hf(given | {"model_type": "llama"})
+    # Gemma 3's published text_config has only what differs from its family's.
+    assert config_from_hf({"model_type": "gemma3", "text_config": given}).num_layers in (6, 26)
+
+
 def test_broken_files(tmp_path):
     with pytest.raises(ValueError, match=r"no config.json"):
         read_hf_config(tmp_path)

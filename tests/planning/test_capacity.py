@@ -250,6 +250,7 @@ def test_what_if_changes_what_it_names():
     changed = what_if.apply(d, "context=128K, kv_dtype=int8,chips=2,device=h200,num_kv_heads=4")
     assert (changed.context, changed.kv_dtype, changed.chips, changed.chip.name) == (131_072, "int8", 2, "h200")
     assert changed.model.num_kv_heads == 4
+    assert what_if.apply(d, "context=1M").context == 2**20
     assert what_if.apply(d, "model=gemma-3-1b,free_window_pages=true,memory_fraction=0.8").free_window_pages
     for text, words in [
         ("contxt=3", "'contxt=3' is no change; write KEY=VALUE with a KEY of model, device"),
@@ -273,7 +274,7 @@ def test_models_come_by_name_folder_or_file(tmp_path):
     tiny = Path(__file__).parents[1] / "data" / "hf_tiny" / "qwen3_moe"
     assert model_shape(str(tiny)) == model_shape(str(tiny / "config.json"))
     assert model_shape(str(tiny)).num_experts > 1
-    with pytest.raises(ValueError, match="no model 'llama-9': give the path .* llama-2-7b"):
+    with pytest.raises(ValueError, match="no model 'llama-9': did you mean llama-2-7b .*give the path .* llama-2-7b"):
         model_shape("llama-9")
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(ValueError, match="'mamba' is not supported"):

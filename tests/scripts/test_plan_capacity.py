@@ -29,13 +29,14 @@ FIGURE = r"\d[\d,]*(?:\.\d+)?"
 # What is wrong with each, and the words that must lead out of it.
 MISTAKES = {
     ("--model=llama-9",): "or a preset: llama-2-7b",
+    ("--model=meta-llama/Llama-3.1-8B-Instruct",): "did you mean llama-3.1-8b or ",
     ("--device=h1000",): "--device_file",
     ("--context=8Q",): "'8Q' is no count of tokens: write 131072 or 128K",
     ("--chips=3",): "tensor_parallel may be 1, 2, 4, 8, 16, 32",
     ("--num_kv_heads=5",): "num_q_heads=32 must be a multiple of num_kv_heads=5",
     ("--what_if=contxt=1",): "KEY of model, device, num_kv_heads, context",
     ("--memory_gb=80", "--memory_gib=74"): "give the memory once",
-    ("--plan=absent.yaml",): "No such file",
+    ("--plan=absent.yaml",): "absent.yaml: there is no such file",
     ("--plan=bad.yaml",): "weights_gib, activations_gib",
     ("--model=llama-3.1-405b", "--save_plan=none.yaml"): "do not fit on 1 h100",
     ("--link_gbps=0",): "link_gbps must be positive",
@@ -48,7 +49,7 @@ MISTAKES = {
 }  # fmt: skip
 # What must stand in the report of each.
 REPORTS = {
-    ("--model=llama-3.1-405b",): ["nothing is left for KV", "not 1 sequence of 8,192 tokens: ", "h100 with tensor_parallel 16 do"],
+    ("--model=llama-3.1-405b",): ["nothing is left for KV", "not 1 sequence of 8,192 tokens: ", "h100 with tensor_parallel 16 do", "chips that hold one sequence: 16, tensor_parallel 16"],
     ("--model=mistral-7b", "--free_window_pages"): ["of any length: every layer forgets", "without pages behind windows"],
     ("--model=deepseek-v3", "--device=b200", "--chips=16"): ["16 copies of the latent", "of 256 experts a layer"],
     ("--device=mine", "--memory_gib=48", "--hbm_gbps=900", "--tflops_bf16=180"): ["on 1 mine", "48.00"],
