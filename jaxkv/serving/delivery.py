@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jaxkv.output import TextEvent
+from jaxkv.serving.receipt import Receipt
 from jaxkv.serving.request import Event, Result
 from jaxkv.serving.sequence import Sequence, SequenceGroup
 
@@ -30,7 +31,7 @@ class Delivery:
         self._streams: dict[int, collections.deque[Event]] = {}
         self._results: dict[int, list[Result]] = {}
         self._told: collections.OrderedDict[int, None] = collections.OrderedDict()  # ended, not collected, every event told
-        self._receipts: collections.OrderedDict[int, dict] = collections.OrderedDict()
+        self._receipts: collections.OrderedDict[int, tuple[Receipt, int, dict[str, int]]] = collections.OrderedDict()
         self._held: dict[int, list[int]] = {}
         self._most_held = KEPT
 
@@ -65,7 +66,7 @@ class Delivery:
                 self._held = {id: owners for id, owners in self._held.items() if any(map(self._is_held, owners))}
                 self._most_held = 2 * len(self._held) + KEPT
         if one.receipt and (one.index == 0 or one.id not in self._receipts):
-            self._receipts[one.id] = _receipt(one)
+            self._receipts[one.id] = one.receipt, one.prompt.size, one.cached
             while len(self._receipts) > KEPT:
                 self._receipts.popitem(last=False)
         live = self._live[one.id]
@@ -122,10 +123,11 @@ class Delivery:
         """Why so much was reused for a request and no more; KeyError: not admitted yet, or forgotten."""
         live = self._live.get(id)
         if live and live[0].receipt is not None:
-            return _receipt(live[0])
+            return live[0].receipt.to_json(live[0].prompt.size, live[0].cached)
         if id not in self._receipts:
             raise KeyError(f"request {id} has not started, is not known, or {KEPT} ended after it")
-        return self._receipts[id]
+        receipt, num_tokens, cached = self._receipts[id]
+        return receipt.to_json(num_tokens, cached)
 
     def take_held(self, id: int) -> list[int]:
         """Owners of the pages that a request has on hold, once."""
@@ -138,10 +140,3 @@ class Delivery:
         while len(self._told) > KEPT:
             oldest, _ = self._told.popitem(last=False)
             del self._results[oldest]
-
-
-def _receipt(one: Sequence) -> dict:
-    assert one.receipt is not None
-    cached = sum(one.cached.values())
-    tokens = {"cached_tokens": dict(one.cached), "reusable_tokens": cached, "suffix_tokens": one.prompt.size - cached}
-    return one.receipt.to_json() | tokens | {"decision": "reuse" if cached else "recompute"}

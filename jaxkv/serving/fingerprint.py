@@ -13,12 +13,13 @@ import dataclasses
 import functools
 import hashlib
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 _FORMAT = b"jaxkv fingerprint 1"
 _INT32 = np.iinfo(np.int32)
+NextKey = Callable[[bytes, bytes], bytes]  # `next_key`, or what remembers its results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,20 +109,27 @@ def as_tokens(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, "<i4")
 
 
+def next_key(key: bytes, page: bytes) -> bytes:
+    """Returns the key of the page after that of `key`, or after a root: `page` is its tokens as int32 LE."""
+    return hashlib.sha256(key + page).digest()
+
+
 def page_keys(root: bytes, tokens: Sequence[int] | np.ndarray, page_size: int) -> list[bytes]:
     """Returns the key of each full page of tokens, 32 bytes each. `root` may be a page's key: the chain goes on there."""
     return list(iter_page_keys(root, as_tokens(tokens), page_size))
 
 
-def iter_page_keys(root: bytes, tokens: np.ndarray, page_size: int) -> Iterator[bytes]:
+def iter_page_keys(root: bytes, tokens: np.ndarray, page_size: int, next_key: NextKey = next_key) -> Iterator[bytes]:
     """Yields what `page_keys` returns, for a reader that stops at the first key nobody knows. tokens: as_tokens(...)."""
-    sha256, key, data, step = hashlib.sha256, root, tokens.tobytes(), 4 * page_size
+    key, data, step = root, tokens.tobytes(), 4 * page_size
     for start in range(0, len(data) // step * step, step):
-        key = sha256(key + data[start : start + step]).digest()
+        key = next_key(key, data[start : start + step])
         yield key
 
 
-def complete_keys(root: bytes, tokens: np.ndarray, page_size: int, known: Sequence[bytes]) -> list[bytes]:
+def complete_keys(
+    root: bytes, tokens: np.ndarray, page_size: int, known: Sequence[bytes], next_key: NextKey = next_key
+) -> list[bytes]:
     """Returns what `page_keys` returns, given its first keys. Raises ValueError if they are another prompt's or root's.
 
     Of the known keys only the first is computed again.
@@ -130,4 +138,4 @@ def complete_keys(root: bytes, tokens: np.ndarray, page_size: int, known: Sequen
     keys = list(known[:num_full])
     if keys and page_keys(root, tokens[:page_size], page_size) != keys[:1]:
         raise ValueError("the keys given are of other tokens or of another fingerprint")
-    return keys + page_keys(keys[-1] if keys else root, tokens[len(keys) * page_size :], page_size)
+    return keys + list(iter_page_keys(keys[-1] if keys else root, tokens[len(keys) * page_size :], page_size, next_key))

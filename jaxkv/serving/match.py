@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -32,23 +32,24 @@ class Match:
 
 def find_match(
     states: PageStates,
-    secret: bytes,
+    root: Callable[[Fingerprint], bytes],
     fingerprint: Fingerprint,
     tokens: np.ndarray,
     public: Fingerprint | None,
     keys: Sequence[bytes],
     generation: int,
 ) -> Match:
-    """Returns the longer of the chains under the two fingerprints (`PageCache.match`)."""
+    """Returns the longer of the chains under the two fingerprints (`PageCache.match`). root: `Fingerprint.root` under the server's secret."""
     page_size = fingerprint.page_size
     limit = max(len(tokens) - 1, 0) // page_size
     rows = tokens[: limit * page_size].reshape(limit, page_size)
-    own_keys = complete_keys(fingerprint.root(secret), tokens, page_size, keys)
+    own_keys = complete_keys(root(fingerprint), tokens, page_size, keys, states.index.next_key)
     chain, is_public = _find(states, fingerprint, own_keys, rows), False
     if public is not None:
         _check_public(fingerprint, public)
-        if len(chain) < limit:
-            public_chain = _find(states, public, iter_page_keys(public.root(secret), tokens, page_size), rows)
+        if len(chain) < limit and public in states.index.families:
+            public_keys = iter_page_keys(root(public), tokens, page_size, states.index.next_key)
+            public_chain = _find(states, public, public_keys, rows)
             if len(public_chain) > len(chain):
                 chain, is_public = public_chain, True
     pages = tuple(entry.page for entry in chain)
@@ -58,10 +59,7 @@ def find_match(
 
 def _find(states: PageStates, fingerprint: Fingerprint, keys: Iterable[bytes], rows: np.ndarray) -> list[Entry]:
     chain = states.index.find(fingerprint, keys, rows)
-    if states.held:
-        held = (i for i, entry in enumerate(chain) if states.is_held(entry.page))
-        chain = chain[: next(held, len(chain))]
-    return chain
+    return chain[: states.first_held([entry.page for entry in chain])] if states.held else chain
 
 
 def check_match(states: PageStates, match: Match, tenant: Tenant, generation: int) -> None:
@@ -70,11 +68,11 @@ def check_match(states: PageStates, match: Match, tenant: Tenant, generation: in
         raise ValueError(f"the match is of tenant {match.fingerprint.tenant!r}, the sequence of {tenant!r}")
     if match.generation != generation:
         raise StaleMatch("entries were dropped since this match was made: match again, under what holds now")
-    entry = match.entry if match.entry is not None and match.entry in states.index else None
-    for page in reversed(match.pages):
-        if entry is None or entry.page != page or states.is_held(page):
-            raise StaleMatch(f"page {page} of the match was evicted, dropped or put on hold since: match again")
-        entry = entry.parent
+    # An entry in the index has all of its ancestors there, the same as when it was found: they leave after it.
+    if match.entry is not None and match.entry not in states.index:
+        raise StaleMatch(f"page {match.pages[-1]} of the match was evicted or dropped since: match again")
+    if (place := states.first_held(match.pages)) < len(match.pages):
+        raise StaleMatch(f"page {match.pages[place]} of the match was put on hold since: match again")
 
 
 def _check_public(fingerprint: Fingerprint, public: Fingerprint) -> None:

@@ -13,6 +13,7 @@ Every method does all it says or, when it raises or returns None, nothing.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ from jaxkv.serving.receipt import Receipt, make_receipt
 from jaxkv.serving.sequence_pages import SequencePages, pages_of_tokens, publish
 
 Tokens = Sequence[int] | np.ndarray
+_ROOTS = 1024  # remembered: encoding a fingerprint costs 20 us, and a tenant's requests have the same one
 
 
 class PageCache:
@@ -73,6 +75,7 @@ class PageCache:
             None  # told of announced keys: published, or nobody computes them
         )
         self._secret, self._clock = secret, clock
+        self._root = functools.lru_cache(_ROOTS)(lambda fingerprint: fingerprint.root(secret))
         self._drops = 0
         self._states = PageStates(num_pages, page_size, policy, clock)
         self._states.on_evict = on_evict
@@ -135,11 +138,11 @@ class PageCache:
         keys: those of an earlier match of this prompt or of its beginning: they need not be computed again.
         """
         self._check_page_size(fingerprint)
-        return find_match(self._states, self._secret, fingerprint, as_tokens(tokens), public, keys or (), self._drops)
+        return find_match(self._states, self._root, fingerprint, as_tokens(tokens), public, keys or (), self._drops)
 
     def idle_pages(self, match: Match) -> int:
         """Returns how many of a match's pages no sequence holds now: `allocate` takes these from the available ones too."""
-        return sum(self._states.is_idle(page) for page in match.pages)
+        return len(match.pages) - self._states.num_in_use(match.pages)
 
     def allocate(self, owner: int, tenant: Tenant, num_pages: int, match: Match | None = None) -> list[int] | None:
         """Returns the pages of a new sequence: those of the match and then num_pages of its own, in logical order.
@@ -234,7 +237,7 @@ class PageCache:
         rows = pages_of_tokens(tokens, self.page_size)
         if len(rows) > len(sequence.pages):
             raise ValueError(f"the tokens fill {len(rows)} pages, {owner=} has {len(sequence.pages)}")
-        added = publish(self._states, sequence, fingerprint, rows, fingerprint.root(self._secret), keys, spare_pages)
+        added = publish(self._states, sequence, fingerprint, rows, self._root(fingerprint), keys, spare_pages)
         # Those too that did not enter the index: whoever waits for them must look again.
         self._unannounce(owner, list(itertools.takewhile(lambda key: sequence.announced[key] < len(rows), sequence.announced)))
         return added
@@ -326,6 +329,7 @@ class PageCache:
         """
         index = self._states.index
         self._drops += 1
+        index.next_key.cache_clear()  # it remembers their tokens
         doomed = [family for family in index.families.values() if predicate(family.fingerprint)]
         retired = [s.fingerprint is None or predicate(s.fingerprint) for s in self._sequences.values()]
         for (owner, sequence), retire in zip(self._sequences.items(), retired, strict=True):
@@ -344,16 +348,9 @@ class PageCache:
             _check_count(num_pages)
         self._states.set_quota(tenant, num_pages)
 
-    def receipt(self, fingerprint: Fingerprint, tokens: Tokens, match: Match) -> Receipt:
-        """Returns why so much of a prompt was reused and no more (`receipt`)."""
-        return make_receipt(
-            fingerprint,
-            self._states.index.families,
-            secret=self._secret,
-            num_tokens=len(tokens),
-            reusable_tokens=match.num_tokens,
-            is_public=match.is_public,
-        )
+    def receipt(self, match: Match) -> Receipt:
+        """Returns why a match found so much of its prompt and no more (`receipt`)."""
+        return make_receipt(match.fingerprint, self._states.index.families, secret=self._secret, is_public=match.is_public)
 
     def check(self) -> None:
         """Raises IntegrityError, naming page and numbers, unless the cache agrees with itself. O(C): for tests."""

@@ -10,12 +10,13 @@
     reusable  nobody points at it, and the index knows it
     free      nobody points at it, and nobody can find it;  page 0 is the null page and in no state
 
-Whoever points at a page points at its whole chain in the index. So nothing below a reusable page is active or held, the
-leaves can always go first, and every reusable page can be had.
+Whoever points at a page points at its whole chain in the index. So a chain's pages are active, then held, then reusable: the
+leaves can always go first, every reusable page can be had, and a search by halves finds where a chain's pages change.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -157,6 +158,17 @@ class PageStates:
     def is_idle(self, page: int) -> bool:
         """Returns whether nobody points at this page."""
         return self.live[page] == 0 and self.holds[page] == 0
+
+    def num_in_use(self, chain: Sequence[int]) -> int:
+        """Returns how many pages of a chain, its first ones, somebody points at. O(log n)."""
+        return bisect.bisect_left(chain, True, key=self.is_idle)
+
+    def first_held(self, chain: Sequence[int]) -> int:
+        """Returns the place of the first page of a chain that is held; len(chain): none is. O(log n)."""
+        if not self.held:
+            return len(chain)
+        place = bisect.bisect_left(chain, True, key=lambda page: self.live[page] == 0)
+        return place if place < len(chain) and self.holds[chain[place]] else len(chain)
 
     def is_shared(self, page: int) -> bool:
         """Returns whether more than one sequence points at this page."""

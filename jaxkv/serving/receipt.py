@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import hmac
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxkv.serving.fingerprint import Fingerprint
@@ -24,20 +24,34 @@ _LOOKED_AT = 64  # fingerprints: each costs 5 us, and every request that finds n
 class Receipt:
     """One request's use of the prefix cache."""
 
-    parts: dict[str, dict[str, str | None]]  # name -> digest (None: not set), nearest ("same", "different" or None: not told)
-    reusable_tokens: int
-    suffix_tokens: int  # tokens to compute
+    fingerprint: Fingerprint
+    nearest: dict[str, str | None]  # of each part: "same", "different" or None: not told
     gates: dict[str, str]
-    decision: str  # "reuse" or "recompute"
+    secret: bytes = dataclasses.field(repr=False)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the receipt as what the json module takes."""
-        return dataclasses.asdict(self)
+    def to_json(self, num_tokens: int, cached: Mapping[str, int]) -> dict[str, Any]:
+        """Returns the receipt as what the json module takes.
+
+        Args:
+          num_tokens: of the prompt.
+          cached: tokens of it that were found, by tier.
+        """
+        found = sum(cached.values())
+        return {
+            "parts": {
+                name: {"digest": _digest(self.secret, name, value), "nearest": self.nearest[name]}
+                for name, value in self.fingerprint.parts()
+            },
+            "reusable_tokens": found,
+            "suffix_tokens": num_tokens - found,
+            "gates": self.gates,
+            "decision": "reuse" if found else "recompute",
+            "cached_tokens": dict(cached),
+        }
 
     def restored(self, is_public: bool) -> Receipt:
         """Returns the receipt once pages came back from a tier, the operator's public ones or the tenant's own."""
-        gates = self.gates | {"cross_tenant": "public"} if is_public else self.gates
-        return dataclasses.replace(self, gates=gates, decision="reuse")
+        return dataclasses.replace(self, gates=self.gates | {"cross_tenant": "public"}) if is_public else self
 
 
 def make_receipt(
@@ -45,35 +59,28 @@ def make_receipt(
     known: Iterable[Fingerprint],
     *,
     secret: bytes,
-    num_tokens: int,
-    reusable_tokens: int,
     is_public: bool,
 ) -> Receipt:
-    """Returns the receipt of a prompt of num_tokens of which a match found reusable_tokens.
+    """Returns the receipt of a prompt that was looked up.
 
-    known: the fingerprints that have entries.
+    Args:
+      known: the fingerprints that have entries.
+      is_public: what was found is the operator's.
     """
     nearest = _nearest(fingerprint, known, is_public)
     same = fingerprint.differences(nearest) if nearest is not None else {}
     crossing = "public" if is_public else "reject" if same.get("tenant") == "different" else "pass"
     own_epoch = is_public or same.get("tenant") == "different" or same.get("acl_epoch") != "different"
     return Receipt(
-        parts={
-            name: {
-                "digest": _digest(secret, name, value),
-                # Of another tenant's fingerprint nothing else is told.
-                "nearest": same.get(name) if crossing != "reject" or name == "tenant" else None,
-            }
-            for name, value in fingerprint.parts()
-        },
-        reusable_tokens=reusable_tokens,
-        suffix_tokens=num_tokens - reusable_tokens,
+        fingerprint,
+        # Of another tenant's fingerprint nothing else is told.
+        nearest={name: same.get(name) if crossing != "reject" or name == "tenant" else None for name, _ in fingerprint.parts()},
         gates={
             "cross_tenant": crossing,
             "acl_epoch_mismatch": "pass" if own_epoch else "miss_and_recompute",
             "active_sequence": "never_evict",
         },
-        decision="reuse" if reusable_tokens else "recompute",
+        secret=secret,
     )
 
 

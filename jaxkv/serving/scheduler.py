@@ -170,7 +170,7 @@ class Scheduler:
     def _started(self, group: SequenceGroup, match: Match) -> None:
         first = group.first
         if first.started_at is None:  # not one that was preempted: what it finds then, it had stored itself
-            receipt = self._cache.receipt(first.fingerprint, group.goal, match)
+            receipt = self._cache.receipt(match)
             cached = {"device": match.num_tokens} if match.num_tokens else {}  # one for all: what else is found counts for each
             for one in group.sequences:
                 one.cached, one.receipt = cached, receipt

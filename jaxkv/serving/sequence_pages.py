@@ -83,10 +83,12 @@ def _new_keys(states: PageStates, sequence: SequencePages, rows: np.ndarray, roo
         last, start = sequence.entry.key, sequence.entry.depth + 1
         if len(rows) >= start and not np.array_equal(index.tokens[sequence.entry.page], rows[start - 1]):
             raise ValueError(f"page {start - 1} was published with other tokens: give the whole sequence, from its first token")
-    for page, row in zip(sequence.pages[start:], rows[start:], strict=False):
-        if index.of_page[page] and not np.array_equal(index.tokens[page], row):
-            raise ValueError(f"page {page} is published with other tokens than these")
-    return complete_keys(last, rows[start:].reshape(-1), rows.shape[1], keys[start:])
+    known = [i for i in range(start, len(rows)) if index.of_page[sequence.pages[i]]]
+    pages = [sequence.pages[i] for i in known]
+    wrong = (index.tokens[pages] != rows[known]).any(axis=1)
+    if wrong.any():
+        raise ValueError(f"page {pages[int(np.argmax(wrong))]} is published with other tokens than these")
+    return complete_keys(last, rows[start:].reshape(-1), rows.shape[1], keys[start:], index.next_key)
 
 
 def _enter(

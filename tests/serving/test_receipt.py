@@ -27,7 +27,8 @@ def publish(cache, fp, tokens=TOKENS):
 
 
 def receipt(cache, fp, tokens=TOKENS, public=None):
-    return cache.receipt(fp, tokens, cache.match(fp, tokens, public=public)).to_json()
+    match = cache.match(fp, tokens, public=public)
+    return cache.receipt(match).to_json(len(tokens), {"device": match.num_tokens})
 
 
 def test_a_hit(cache):

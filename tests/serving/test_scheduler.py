@@ -236,6 +236,15 @@ def test_waiting_for_a_long_prompt_costs_nothing():
     assert float(np.median(times[5:])) < 0.5e-3
 
 
+def test_pages_that_prompts_share_are_digested_once():
+    """A digest costs more than all else that a start does for a page."""
+    world = World(num_slots=20, num_pages=3000, slot_tokens=30_000)
+    for i in range(16):
+        world.add([5] * 2000 + [i] * 40, 4)
+    world.run(audit=False)
+    assert world.cache._states.index.next_key.cache_info().misses == 125 + 16 * 2
+
+
 @pytest.mark.parametrize("decoding", [False, True])
 def test_at_most_two_prefills_are_in_flight(decoding):
     """However long a prompt, the device is never so far ahead that somebody new would wait for it."""
