@@ -219,14 +219,19 @@ class Engine:
         Raises:
           ValueError: the engine has no prefix cache.
           RequestRefused: as `submit`.
+          RuntimeError, EngineFailed: as `run`. Nothing of the prompt is left queued.
         """
         if not self.config.prefix_cache:
             raise ValueError("prefix_cache=False: an engine without a prefix cache has nothing to publish into")
         request = Request(tokens, max_new_tokens=1, system_prompt=system_prompt, adapter=adapter)
         id = self._submit(request, public=True)
-        for _ in self.stream(id):
-            pass
-        self.collect(id)
+        try:
+            self._discard(id)
+        except BaseException:
+            if self._failure is None:
+                self.abort(id)
+                self._discard(id)
+            raise
 
     def revoke(self, tenant: str, acl_epoch: int | None) -> int:
         """Forgets what is cached for a tenant under other access rules than these; returns how many pages. (Requests under a new
@@ -283,6 +288,12 @@ class Engine:
         self.runner.warmup(min(self.config.prefill_tokens, self.config.max_tokens_per_slot))
 
     # Inside
+
+    def _discard(self, id: int) -> None:
+        """Steps until a request has ended, and forgets what came of it."""
+        for _ in self.stream(id):
+            pass
+        self.collect(id)
 
     def _submit(self, request: Request, public: bool = False) -> int:
         self._check_alive()

@@ -575,6 +575,19 @@ def test_requests_that_wait_for_holds_say_so(model):
     assert len(e.run()[second][0].tokens) == 10
 
 
+def test_a_publish_that_cannot_run_leaves_nothing(model):
+    e = new_engine(model, num_pages=SMALL)
+    held = e.submit(Request(prompt(80, seed=1), 10, hold=True))
+    e.run()
+    with pytest.raises(RuntimeError, match="on hold"):
+        e.publish(prompt(80, seed=2))
+    assert (e.num_waiting, e.step(), e.run()) == (0, [], {})
+    e.reconcile(held)
+    e.publish(prompt(80, seed=2))
+    assert run(e, [prompt(80, seed=2)], tenant="a") == [greedy(model, prompt(80, seed=2), NEW)]
+    e.cache.check()
+
+
 def test_weights_are_not_swapped_under_an_answer_that_has_begun(model, texts, expected):
     e = new_engine(model, num_pages=SMALL, overcommit=True)
     ids = [e.submit(Request(prompt(30, seed=k), 40)) for k in range(3)]
