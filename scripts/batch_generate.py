@@ -73,6 +73,10 @@ def main(terminal) -> None:
     import jaxkv
     from jaxkv.serving import batch
 
+    own = {_identity(path) for path in batch.beside(paths["output"])}
+    for name, path in paths.items():
+        if _identity(path) in own:
+            raise ValueError(f"--{name}={path} is a file that --output={paths['output']} needs for itself: give another")
     given: dict = {name: FLAGS[name].value for name in ("temperature", "top_k", "top_p") if FLAGS[name].value is not None}
     jaxkv.Sampling(**given)  # what is wrong with them is said before seconds of loading
     with batch.OutputFile(paths["output"]) as output:
@@ -118,19 +122,9 @@ def _paths() -> dict[str, Path]:
         same = seen.setdefault(_identity(path), name)
         if same != name:
             raise ValueError(f"--{name} and --{same} are the same file, {path}: give two")
-    own = {_identity(path) for path in _beside(paths["output"])}
-    for name, path in paths.items():
-        if _identity(path) in own:
-            raise ValueError(f"--{name}={path} is a file that --output={paths['output']} needs for itself: give another")
     if not paths["input"].exists():
         raise ValueError(f"--input={FLAGS.input}: no such file")
     return paths
-
-
-def _beside(output: Path) -> list[Path]:
-    """What the job writes beside its output."""
-    job = output.with_name(f"{output.name}.job.json")
-    return [job, *(path.with_name(f".{path.name}.tmp") for path in (output, job))]
 
 
 def _identity(path: Path) -> tuple:

@@ -151,6 +151,26 @@ def test_a_disk_that_is_full_ends_the_run_and_more_room_goes_on(fake, files):
     assert status == 0 and len(records(files[1])) == 300
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_output_that_is_a_link_stays_one(fake, files, exists, tmp_path):
+    """What it points at, perhaps in another folder, is the output: the job's own files lie there, and its name goes on as well."""
+    folder, link = tmp_path / "far", tmp_path / "link"
+    folder.mkdir()
+    target = folder / "answers"
+    if exists:
+        target.touch()
+    link.symlink_to(target)
+    status, err = fake(*args((files[0], link)), file_bytes=20_000)
+    assert status == 1 and "make room" in err
+    assert fake(*args((files[0], link), "--ordered", f"--summary={link}.sum"))[0] == 0
+    assert link.is_symlink() and [record["line"] for record in records(target)] == list(range(1, 301))
+    assert sorted(path.name for path in folder.iterdir()) == ["answers", "answers.job.json"]
+    before = target.read_bytes()
+    assert fake(*args((files[0], target)))[0] == 0 and target.read_bytes() == before
+    status, err = fake(*args((files[0], link)), f"--summary={folder}/.answers.tmp")
+    assert status == 1 and "needs for itself" in err
+
+
 def test_no_lines_are_all_answered(fake, tmp_path):
     files = write(tmp_path / "in", []), tmp_path / "out"
     status, err = fake(*args(files, "--ordered"))
@@ -166,7 +186,7 @@ MISTAKES = {
     ("--input=in", "--output=no/out"): "there is no folder no",
     ("--input=in", "--output=in"): "--output and --input are the same file",
     ("--input=in", "--output=link"): "--output and --input are the same file",
-    ("--input=out.job.json", "--output=out"): "--input=out.job.json is a file that --output=out needs for itself",
+    ("--input=in", "--output=out", "--summary=out.job.json"): "--summary=out.job.json is a file that --output=out needs for itself",
     ("--input=in", "--output=out", "--summary=.out.tmp"): "--summary=.out.tmp is a file that --output=out needs",
     ("--input=in", "--output=out", "--summary=out"): "--summary and --output are the same file",
     ("--input=in", "--output=out", "--metrics_file=no/m"): "there is no folder no",

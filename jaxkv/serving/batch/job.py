@@ -93,9 +93,10 @@ class Tally:
 
 
 def what_is_left(source: Source, scan: Scan) -> tuple[Tally, np.ndarray]:
-    """The tally before a run, and the lines i64 of a source that an output has no records of."""
-    done = np.isin(source.lines, scan.lines)
-    return Tally(len(source.lines), int(done.sum()), scan.failed), source.lines[~done]
+    """The tally before a run, and the lines i64 of a source that an output has no records of. Others' records are read over."""
+    mine = source.holds(scan.lines, scan.ids)
+    done = np.isin(source.lines, scan.lines[mine])
+    return Tally(len(source.lines), int(done.sum()), int(scan.failed[mine].sum())), source.lines[~done]
 
 
 @dataclasses.dataclass

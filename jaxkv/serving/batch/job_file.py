@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxkv.serving.batch.names import job_file
 from jaxkv.serving.batch.output_file import replace
 
 _FORMAT = 1
@@ -22,7 +23,7 @@ def claim(output: Path, job: Mapping[str, Any], *, has_records: bool) -> None:
     Raises:
       ValueError: the output is another job's; says in what they differ and the ways out.
     """
-    path = output.with_name(f"{output.name}.job.json")
+    path = job_file(output)
     now = json.loads(json.dumps({"format": _FORMAT, **job}))
     if not has_records:
         return replace(path, lambda file: file.write(json.dumps(now, indent=1).encode() + b"\n"))

@@ -195,6 +195,11 @@ def id_of(number: int, raw: bytes | None) -> str:
         return str(number)
 
 
+def hash_of(custom_id: str) -> int:
+    """64 bits of an id."""
+    return int.from_bytes(hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
 def _checked_id(line: dict[str, Any], number: int) -> str | int:
     custom_id = line.get("custom_id")
     if custom_id is None:

@@ -21,6 +21,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxkv.serving.batch.lines import hash_of
+from jaxkv.serving.batch.names import temporary
+
 # Records that come meanwhile share an fsync, which costs milliseconds.
 _SYNC_S = 0.1
 # Line ends to some readers of text, and allowed in JSON's strings as they are.
@@ -32,8 +35,9 @@ class Scan:
     """What a file of records holds. Arrays have an entry a record, in the file's order."""
 
     lines: np.ndarray  # i64, of the input
+    ids: np.ndarray  # u64, hashes of their custom_ids
+    failed: np.ndarray  # bool, whether there is an error
     starts: np.ndarray  # i64, byte offsets, and the end of the last record
-    failed: int  # records with an error
 
 
 class OutputFile:
@@ -126,19 +130,19 @@ class OutputFile:
     def sort(self) -> None:
         """Puts the records in the order of the input's lines: the sorted file replaces this one, whole, by a rename.
 
-        The disk must have room for both. In memory are 24 bytes a record.
+        The disk must have room for both. In memory are 33 bytes a record.
         """
         scan = scan_records(self.path)
-        if bool((np.diff(scan.lines) > 0).all()):
+        if bool((np.diff(scan.lines) >= 0).all()):
             return
 
         def write(file: BinaryIO) -> None:
             os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._fd).st_mode))
-            for i in np.argsort(scan.lines):
+            for i in np.argsort(scan.lines, kind="stable"):
                 start, end = int(scan.starts[i]), int(scan.starts[i + 1])
                 file.write(os.pread(self._fd, end - start, start))
 
-        replace(self.path.resolve(), write)
+        replace(self.path, write)
 
     def _sync_when_dirty(self) -> None:
         while not self._closing.is_set():
@@ -156,9 +160,9 @@ def scan_records(path: Path) -> Scan:
     """What a file of records holds, without what follows the last whole one.
 
     Raises:
-      ValueError: other lines before the last record, or two records of one line: this is no output of a batch job.
+      ValueError: other lines before the last record, or two records of one line and id: this is no output of a batch job.
     """
-    lines, starts, failed = array.array("q"), array.array("q", [0]), 0
+    lines, ids, failed, starts = array.array("q"), array.array("Q"), array.array("b"), array.array("q", [0])
     end = strange = 0
     with path.open("rb") as file:
         for i, raw in enumerate(file, 1):
@@ -172,14 +176,16 @@ def scan_records(path: Path) -> Scan:
                     f"{path}, line {strange} is no record of a batch job: give another output, or mend or delete this one"
                 )
             lines.append(record["line"])
+            ids.append(hash_of(str(record.get("custom_id"))))
+            failed.append(record["error"] is not None)
             starts.append(end)
-            failed += record["error"] is not None
-    numbers, counts = np.unique(np.array(lines), return_counts=True)
-    if (counts > 1).any():
-        raise ValueError(
-            f"{path} answers line {numbers[counts > 1][0]} of its input twice: give another output, or delete this one"
-        )
-    return Scan(np.array(lines), np.array(starts), failed)
+    scan = Scan(np.array(lines), np.array(ids), np.array(failed, np.bool_), np.array(starts))
+    order = np.lexsort((scan.ids, scan.lines))
+    again = (np.diff(scan.lines[order]) == 0) & (np.diff(scan.ids[order]) == 0)
+    if again.any():
+        twice = scan.lines[order][np.argmax(again)]
+        raise ValueError(f"{path} answers line {twice} of its input twice: give another output, or delete this one")
+    return scan
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
@@ -191,9 +197,10 @@ def encode(record: Mapping[str, Any]) -> bytes:
 def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Gives the file at `path` what `write` writes, whole or not at all: temporary file, fsync, rename, fsync of the folder.
 
-    The temporary file has one name, so that one left by a kill is overwritten by the next run.
+    Where that is a link, the file that it points at.
     """
-    temp = path.with_name(f".{path.name}.tmp")
+    path = path.resolve()
+    temp = temporary(path)
     try:
         with temp.open("wb") as file:
             write(file)

@@ -1,11 +1,12 @@
 """The input file of a batch job: where its lines are, which ids come twice, and what a shard has of it.
 
-The file is read once from end to end before anything runs. What stays in memory is 24 bytes a line, whatever the lines hold.
+The file is read once from end to end before anything runs. What stays in memory is 33 bytes a line, whatever the lines hold.
 """
 
 from __future__ import annotations
 
 import array
+import codecs
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -15,13 +16,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jaxkv.serving.batch.lines import id_of
+from jaxkv.serving.batch.lines import hash_of, id_of
 
 MAX_LINE_BYTES = 64 * 2**20  # a file without line ends is one line: it is refused as such, and not read into memory
 
 
 class Source:
-    """An open input file. Lines count from 1; those of nothing but white space are no lines, though they count.
+    """An open input file. Lines count from 1; those of nothing but white space, or of a byte order mark, are
+    no lines, though they count.
 
     `lines` i64[num_lines] holds the numbers of the shard's lines, those whose remainder by `num_shards` is `shard_index`; `digest` is
     the SHA-256 of the whole file.
@@ -54,18 +56,26 @@ class Source:
         same = first == number or id_of(first, self.read(first)) == id_of(number, self.read(number))
         return first if same else number  # two ids may share a hash
 
+    def holds(self, lines: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """bool: whether the shard has a line of this number whose id has this hash."""
+        held = np.isin(lines, self.lines)
+        held[held] = self._hashes[lines[held] - 1] == ids[held]
+        return held
+
     def _index(self) -> None:
-        """Fills `_starts` i64[lines + 1] (byte offsets), `_is_line` bool[lines], `_first` i64[lines] (of equal id hashes)."""
+        """Fills `_starts` i64[lines + 1] (byte offsets), `_is_line` bool[lines], `_hashes` u64[lines] (of ids), `_first` i64[lines]
+        (of equal ones)."""
         digest, starts, hashes, is_line = hashlib.sha256(), array.array("q", [0]), array.array("Q"), array.array("b")
         for number, (length, raw) in enumerate(_read_lines(self._file, digest.update), 1):
-            blank = raw is not None and not raw.strip()
+            blank = raw is not None and raw.strip() in (b"", codecs.BOM_UTF8)
             starts.append(starts[-1] + length)
             is_line.append(not blank)
-            hashes.append(_hash(f"\0{number}" if blank else id_of(number, raw)))
+            hashes.append(hash_of(f"\0{number}" if blank else id_of(number, raw)))
         self.digest = digest.hexdigest()
         self._starts = np.array(starts)
         self._is_line = np.array(is_line, np.bool_)
-        _, first, group = np.unique(np.array(hashes), return_index=True, return_inverse=True)
+        self._hashes = np.array(hashes)
+        _, first, group = np.unique(self._hashes, return_index=True, return_inverse=True)
         self._first = first[group] + 1
 
 
@@ -78,8 +88,3 @@ def _read_lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[t
             update(part)
             length += len(part)
         yield length, raw if length <= MAX_LINE_BYTES else None
-
-
-def _hash(custom_id: str) -> int:
-    """64 bits of an id."""
-    return int.from_bytes(hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

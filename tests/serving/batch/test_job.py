@@ -193,6 +193,30 @@ def test_runs_cut_anywhere_answer_each_line_once(tmp_path_factory, cuts, num_sha
     }
 
 
+def test_records_that_answer_no_line_are_kept_and_not_counted(tmp_path):
+    """Added by hand: for a line that there is not, and for one that has another id."""
+    write(tmp_path / "in", [*lines(5), b"broken\n"])
+    error = {"code": "mine", "message": ""}
+    strange = [
+        {"custom_id": "mine", "line": 99, "error": error},
+        {"custom_id": "mine", "line": 2, "error": error},
+        {"line": 6, "error": None},
+        {"custom_id": "r4", "line": 3, "error": None},
+    ]
+    write(tmp_path / "out", [{"custom_id": "r1", "line": 1, "error": error}, *strange])
+    before = (tmp_path / "out").read_bytes()
+    tally, ended = run(tmp_path, FakeEngine())
+    assert ended and (tally.lines, tally.done_before, tally.done, tally.all_failed) == (6, 1, 6, 2)
+    assert (tmp_path / "out").read_bytes().startswith(before)
+    again, _ = run(tmp_path, FakeEngine())
+    assert (again.done_now, again.all_failed) == (0, 2)
+    with OutputFile(tmp_path / "out") as output:
+        output.sort()
+    assert [(record["line"], record.get("custom_id")) for record in results(tmp_path)] == [
+        (1, "r1"), (2, "mine"), (2, "r2"), (3, "r4"), (3, "r3"), (4, "r4"), (5, "r5"), (6, None), (6, "6"), (99, "mine"),
+    ]  # fmt: skip
+
+
 def test_progress():
     tally = Tally(lines=1000, done_before=400)
     assert tally.progress() == "400/1,000 lines, 0 tok/s"

@@ -1,5 +1,6 @@
 """The input file: lines, offsets, ids that come twice, shards."""
 
+import codecs
 import hashlib
 import json
 
@@ -17,14 +18,14 @@ def write(path, *lines):
 
 
 def test_lines_are_found_by_number_and_blank_ones_count(tmp_path):
-    path = write(tmp_path / "in", {"a": 1}, b"\n", b" \t\r\n", {"b": 2}, b'{"no": "end"}')
+    path = write(tmp_path / "in", {"a": 1}, b"\n", b" \t\r\n", {"b": 2}, b'{"no": "end"}\n', b"\xef\xbb\xbf\r\n", b"\xef\xbb\xbf")
     with Source(path) as found:
         assert found.lines.tolist() == [1, 4, 5]
-        assert [found.read(n) for n in (1, 4, 5)] == [b'{"a": 1}\n', b'{"b": 2}\n', b'{"no": "end"}']
+        assert [found.read(n) for n in (1, 4, 5)] == [b'{"a": 1}\n', b'{"b": 2}\n', b'{"no": "end"}\n']
         assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n"])
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n\n"])
 def test_a_file_without_lines(content, tmp_path):
     with Source(write(tmp_path / "in", content)) as found:
         assert found.lines.size == 0
@@ -40,7 +41,7 @@ def test_ids_that_come_twice(tmp_path):
 
 
 def test_ids_whose_hashes_are_equal_are_two(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "_hash", lambda custom_id: 1)
+    monkeypatch.setattr(source, "hash_of", lambda custom_id: 1)
     with Source(write(tmp_path / "in", {"custom_id": "a"}, {"custom_id": "b"}, {"custom_id": "a"})) as found:
         assert [found.first_with_id_of(n) for n in (1, 2, 3)] == [1, 2, 1]
 
@@ -80,6 +81,6 @@ def test_any_bytes_are_lines(tmp_path_factory, content):
     path.write_bytes(content)
     with Source(path) as found:
         lines = content.split(b"\n")
-        wanted = {i: line for i, line in enumerate(lines, 1) if line.strip()}
+        wanted = {i: line for i, line in enumerate(lines, 1) if line.strip() not in (b"", codecs.BOM_UTF8)}
         assert {n: found.read(n).removesuffix(b"\n") for n in found.lines.tolist()} == wanted
         assert all(found.first_with_id_of(n) <= n for n in found.lines.tolist())
