@@ -21,6 +21,7 @@ V = 130
 B, P = 4, 8  # slots, tokens a page
 S = 96  # tokens a slot
 C = 33  # pages, the null page included: fewer than B * S / P, so that a pool can be full
+SMALL = 13  # pages of an engine's small pool: the longest text fits alone
 WINDOW = 20  # of layer 0; layer 1 sees all
 ATOL = 2e-4
 
@@ -59,6 +60,12 @@ def make_model(config=None, weights="float32", seed=0, tokenizer=None, eos=(), p
 def new_state(model, **changes) -> jaxkv.State:
     """An empty state of the one shape."""
     return jaxkv.init_state(model, **(dict(num_slots=B, max_tokens_per_slot=S, page_size=P, num_pages=C, seed=7) | changes))
+
+
+def new_engine(model, clock=None, **changes) -> jaxkv.Engine:
+    """An engine of the one shape, with the pool that all its slots can fill."""
+    config = jaxkv.EngineConfig(**(dict(num_slots=B, max_tokens_per_slot=S, page_size=P) | changes))
+    return jaxkv.Engine(model, config, **({} if clock is None else {"clock": clock}))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -7,20 +7,16 @@ import engine
 import jax
 import jax.numpy as jnp
 import pytest
-from engine import V, greedy, make_model, prompt, restores_pay, wait_for_stores
+from engine import SMALL, V, greedy, make_model, new_engine, prompt, restores_pay, wait_for_stores
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv import Engine, EngineConfig, Request, RequestRefused, Sampling
-from jaxkv.serving.engine import EngineFailed
+from jaxkv import Engine, Request, RequestRefused, Sampling
 from jaxkv.serving.ladder import LadderConfig
 
 NEW = 6
 LENGTHS = (5, 20, 40, 33, 16, 61, 17, 8)
-# Compiling is what these tests cost: nearly all use one shape, with one of two pools.
-SIZES = dict(num_slots=4, max_tokens_per_slot=96, page_size=8)
-SMALL = 13  # pages of the small pool: the longest text fits alone
 # What may happen to a request on its way; each must leave its tokens as they are.
 WAYS = {
     "cold": {},
@@ -32,11 +28,6 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def model():
-    return make_model()
-
-
-@pytest.fixture(scope="module")
 def texts():
     return [prompt(n, seed=i) for i, n in enumerate(LENGTHS)]
 
@@ -44,10 +35,6 @@ def texts():
 @pytest.fixture(scope="module")
 def expected(model, texts):
     return [greedy(model, text, NEW) for text in texts]
-
-
-def new_engine(model, clock=None, **changes) -> Engine:
-    return Engine(model, EngineConfig(**(SIZES | changes)), **({} if clock is None else {"clock": clock}))
 
 
 def run(e: Engine, texts, new=NEW, **options):
@@ -332,58 +319,6 @@ def test_nan_logits_fail_one_request_and_are_not_published(model, texts, expecte
     e.cache.check()
 
 
-@pytest.mark.parametrize(
-    ("request_", "reason", "words"),
-    [
-        (Request([]), "invalid", "at least one token"),
-        (Request([1, V]), "invalid", f"vocabulary of {V}"),
-        (Request([1], max_new_tokens=0), "invalid", "max_new_tokens"),
-        (Request([1] * 90, 10), "too_long", "100"),
-        (Request([1] * 60, 30, Sampling(n=2)), "never_fits", "12 "),
-        (Request([1], 4, Sampling(n=5)), "never_fits", "5"),
-        (Request([1], 4, Sampling(stop="x")), "invalid", "tokenizer"),
-        (Request([1], 4, Sampling(temperature=[0.0, 1.0])), "invalid", "entries"),
-        (Request([1], 4, Sampling(stop_token_ids=[V])), "invalid", "vocabulary"),
-        (Request("text"), "invalid", "encode"),
-        (Request(b"text"), "invalid", "bytes"),
-        (Request({1: 2}), "invalid", "dict"),
-        (Request([1], 2.5), "invalid", "max_new_tokens"),
-        (Request([1], True), "invalid", "max_new_tokens"),
-        (Request([1], 4, Sampling(max_new_tokens=2)), "invalid", "Sampling.max_new_tokens"),
-        (Request([1], 4, None), "invalid", "NoneType"),
-        (Request([1], 4, tenant=None), "invalid", "tenant"),
-        (Request([1], 4, tenant="\0request 0"), "invalid", "NUL"),
-        (Request([1], 4, priority=float("nan")), "invalid", "priority"),
-        (Request([1], 4, priority=10**400), "invalid", "priority"),
-        (Request([1], 4, acl_epoch="1"), "invalid", "acl_epoch"),
-        (Request([1], 4, acl_epoch=10**5000), "invalid", "below 2\\*\\*63"),
-        (Request([1], 4, system_prompt=b"x"), "invalid", "system_prompt"),
-        (Request([1], 4, allow_truncation="no"), "invalid", "allow_truncation"),
-        ("no request", "invalid", "expected a Request"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
-)
-def test_what_can_never_run_is_refused_at_once(model, texts, expected, request_, reason, words):
-    e = new_engine(model, num_pages=SMALL)
-    running = e.submit(Request(texts[0], NEW))
-    e.step()
-    with pytest.raises(RequestRefused, match=words) as refused:
-        e.submit(request_)
-    assert refused.value.reason == reason
-    assert e.metrics.summary()["requests_rejected"][reason] == 1
-    assert e.metrics.summary()["requests_received"] == 2
-    assert e.run()[running][0].tokens.tolist() == expected[0]
-
-
-def test_a_long_prompt_may_lose_its_beginning(model):
-    text = prompt(120, seed=3)
-    e = new_engine(model)
-    id = e.submit(Request(text, NEW, allow_truncation=True))
-    result = e.run()[id][0]
-    assert result.usage.prompt_tokens == 96 - NEW
-    assert result.tokens.tolist() == greedy(model, text[-(96 - NEW) :], NEW)
-
-
 def test_priorities_and_ageing(model):
     now = [0.0]
     e = new_engine(model, clock=lambda: now[0], num_slots=1, ageing_s=10.0)
@@ -422,123 +357,6 @@ def test_the_ladder_leaves_active_work_alone(model, texts):
     assert e._ladder.level == 0
 
 
-def test_streams_text_and_stop_strings():
-    model = make_model(tokenizer=engine.FakeTokenizer())
-    text = prompt(20, seed=1)
-    e = new_engine(model)
-    plain = e.submit(Request(text, 12))
-    other = e.submit(Request(prompt(9), 5))
-    events = list(e.stream(plain))
-    result = e.collect(plain)[0]
-    assert "".join(event.text for event in events) == result.text
-    assert [t for event in events for t in event.tokens] == result.tokens.tolist()
-    assert events[-1].finish_reason == "length"
-    assert events[-1].usage.completion_tokens == 12
-    assert [event.finish_reason for event in events[:-1]] == [None] * 11
-    e.run()
-    stop = result.text[4:6]
-    id = e.submit(Request(text, 12, Sampling(stop=stop)))
-    stopped = e.run()[id][0]
-    assert stopped.finish_reason == "stop"
-    assert stopped.text == result.text[: result.text.index(stop)]
-    with pytest.raises(KeyError, match="collected already"):
-        e.collect(other)
-    with pytest.raises(KeyError):
-        next(e.stream(10_000))
-
-
-@pytest.mark.parametrize("call", ["prefill", "begin", "decode", "read", "seat", "set_pages", "copy_pages"])
-def test_an_engine_whose_step_raised_says_so(model, texts, call):
-    """What it believes and what the device holds may differ from then on: nothing more comes of it, least of all wrong tokens."""
-    e = new_engine(model)
-    right = getattr(e.runner, call)
-
-    def wrong(*args):
-        setattr(e.runner, call, right)
-        raise MemoryError("no room")
-
-    setattr(e.runner, call, wrong)
-    e.submit(Request(texts[2], 9, Sampling(n=2)))
-    with pytest.raises(MemoryError):
-        e.run()
-    for again in (e.step, e.run, lambda: e.submit(Request(texts[0], 2)), lambda: e.publish(texts[0])):
-        with pytest.raises(EngineFailed, match="no room"):
-            again()
-    e.close()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        dict(prefill_tokens=0),
-        dict(prefill_tokens=2.5),
-        dict(ageing_s=float("nan")),
-        dict(ageing_s=-1.0),
-        dict(hold_ttl_s=-1.0),
-        dict(reusable_ttl_s=0.0),
-        dict(host_bytes=1.5e6),
-        dict(secret=b"x"),
-        dict(model_revision=5),
-        dict(disk_bytes=5),
-        dict(disk_folder="somewhere"),
-        dict(host_dtype="int8"),
-        dict(quotas={"a": 1.5}),
-    ],
-    ids=str,
-)
-def test_a_config_that_cannot_work_is_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        EngineConfig(**wrong)
-
-
-def test_streams_and_steps_share_out_the_events(model, texts):
-    """Each event is told once, to the stream if one is open, and in order."""
-    e = new_engine(model)
-    ids = [e.submit(Request(text, 8)) for text in texts[:3]]
-    first = e.stream(ids[0])
-    told = {id: [] for id in ids}
-    for _ in range(4):
-        told[ids[0]].append(next(first))
-    second = e.stream(ids[1])
-    told[ids[1]].append(next(second))
-    for event in e.step():
-        told[event.id].append(event)
-    told[ids[1]] += list(second)
-    results = e.run()
-    told[ids[0]] += list(first)
-    with pytest.raises(KeyError):
-        next(e.stream(ids[1]))
-    for id in ids[:2]:
-        assert [t for event in told[id] for t in event.tokens] == results[id][0].tokens.tolist()
-        assert [event.finish_reason for event in told[id]] == [None] * 7 + ["length"]
-
-
-def test_a_stream_left_early_leaves_its_events(model, texts):
-    e = new_engine(model)
-    id = e.submit(Request(texts[0], 8))
-    stream = e.stream(id)
-    seen = [next(stream)]
-    stream.close()
-    seen += list(e.stream(id))
-    assert [t for event in seen for t in event.tokens] == e.collect(id)[0].tokens.tolist()
-
-
-def test_results_of_a_request_come_together_and_do_not_pile_up(model, monkeypatch):
-    monkeypatch.setattr("jaxkv.serving.delivery.KEPT", 5)
-    e = new_engine(model)
-    id = e.submit(Request(prompt(9), 30, Sampling(temperature=2.0, seed=4, n=3, stop_token_ids=list(range(0, 60, 2)))))
-    while id not in e._delivery._results:
-        e.step()
-    with pytest.raises(KeyError, match="has not ended"):
-        e.collect(id)
-    while e.num_running:
-        e.step()
-    assert len(e.collect(id)) == 3
-    for _ in range(12):
-        list(e.stream(e.submit(Request(prompt(3), 1))))
-    assert len(e._delivery._results) <= 6
-
-
 def test_received_is_rejected_finished_running_and_waiting(model, texts):
     e = new_engine(model)
 
@@ -559,51 +377,6 @@ def test_received_is_rejected_finished_running_and_waiting(model, texts):
         adds_up()
     e.close()
     adds_up()
-
-
-def test_requests_that_wait_for_holds_say_so(model):
-    now = [0.0]
-    e = new_engine(model, clock=lambda: now[0], num_pages=SMALL)
-    first = e.submit(Request(prompt(80, seed=1), 10, hold=True))
-    e.run()
-    second = e.submit(Request(prompt(80, seed=2), 10))
-    with pytest.raises(RuntimeError, match="12 pages are on hold"):
-        e.run()
-    with pytest.raises(RuntimeError, match="on hold"):
-        list(e.stream(second))
-    e.reconcile(first)
-    assert len(e.run()[second][0].tokens) == 10
-
-
-def test_a_publish_that_cannot_run_leaves_nothing(model):
-    e = new_engine(model, num_pages=SMALL)
-    held = e.submit(Request(prompt(80, seed=1), 10, hold=True))
-    e.run()
-    with pytest.raises(RuntimeError, match="on hold"):
-        e.publish(prompt(80, seed=2))
-    assert (e.num_waiting, e.step(), e.run()) == (0, [], {})
-    e.reconcile(held)
-    e.publish(prompt(80, seed=2))
-    assert run(e, [prompt(80, seed=2)], tenant="a") == [greedy(model, prompt(80, seed=2), NEW)]
-    e.cache.check()
-
-
-def test_weights_are_not_swapped_under_an_answer_that_has_begun(model, texts, expected):
-    e = new_engine(model, num_pages=SMALL, overcommit=True)
-    ids = [e.submit(Request(prompt(30, seed=k), 40)) for k in range(3)]
-    while not e.metrics.summary()["num_preemptions"]["recompute"]:
-        e.step()
-    for id in [one.id for one in e._delivery.live() if one.row >= 0]:
-        e.abort(id)
-    assert e.num_running == 0
-    with pytest.raises(ValueError, match="have begun"):
-        e.swap_weights(make_model(seed=1))
-    assert len(e.run()[ids[-1]]) == 1
-    stops = make_model(seed=1, eos=(greedy(make_model(seed=1), texts[0], 2)[1],))
-    e.swap_weights(stops)
-    id = e.submit(Request(texts[0], NEW))
-    result = e.run()[id][0]
-    assert (len(result.tokens), result.finish_reason) == (2, "stop")
 
 
 def test_drain_abort_and_unknown_ids(model, texts, expected):

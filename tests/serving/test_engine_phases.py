@@ -7,22 +7,15 @@ import engine
 import jax
 import numpy as np
 import pytest
-from engine import greedy, make_model, prompt, restores_pay, tiny_config, wait_for_stores
+from engine import SMALL, greedy, make_model, new_engine, prompt, restores_pay, tiny_config, wait_for_stores
 
 import jaxkv
 from jaxkv import Engine, EngineConfig, Request, RequestRefused, Sampling
-
-SIZES = dict(num_slots=4, max_tokens_per_slot=96, page_size=8)
-SMALL = 13
 
 
 @pytest.fixture(scope="module")
 def model():
     return make_model(tokenizer=engine.FakeTokenizer())
-
-
-def new_engine(model, **changes) -> Engine:
-    return Engine(model, EngineConfig(**(SIZES | changes)))
 
 
 @pytest.mark.parametrize("chunk", [512, 300])
