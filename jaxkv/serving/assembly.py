@@ -14,8 +14,9 @@ from jaxkv.serving.disk_tier import DiskTier
 from jaxkv.serving.engine_config import EngineConfig
 from jaxkv.serving.fingerprint import Fingerprint
 from jaxkv.serving.host_tier import HostTier
+from jaxkv.serving.lane import Tier
 from jaxkv.serving.page_data import PageLayout
-from jaxkv.serving.tiers import Tier, Tiers
+from jaxkv.serving.tiers import Tiers
 from jaxkv.serving.transfer_costs import TransferCosts
 from jaxkv.state import State
 

@@ -94,9 +94,6 @@ class SequenceGroup:
     order: float  # lower goes first: seconds of the clock, its arrival moved by its priority
     match: Match | None = None  # when it was last looked up; its keys hold as long as the fingerprint
     goal: np.ndarray = dataclasses.field(init=False)  # i32, what is stored before it samples
-    tie: int = -1  # decides between equal orders: who came first
-    is_waiting: bool = False
-    awaits: bytes | None = None  # key of a page that a running sequence is computing; until then it need not be looked at
 
     def __post_init__(self) -> None:
         self.goal = self.first.history

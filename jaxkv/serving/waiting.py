@@ -26,18 +26,19 @@ class WaitingQueue:
         self._parked: dict[bytes, list[SequenceGroup]] = {}  # by the key that they await
         self.awaited: dict[bytes, float] = {}  # these keys, and the most urgent order that awaited each
         self._of_id: dict[int, list[SequenceGroup]] = {}  # a request that was preempted may wait in several groups
-        self._count, self._ties = 0, itertools.count()
+        self._ties: dict[SequenceGroup, int] = {}  # of all who wait: who came first goes first among equal orders
+        self._awaits: dict[SequenceGroup, bytes] = {}  # of those who are parked
+        self._next_tie = itertools.count()
         self.num_sequences = 0  # samples of one request count each
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._ties)
 
     def push(self, group: SequenceGroup) -> None:
         """Adds a group."""
-        group.tie, group.is_waiting = next(self._ties), True
-        heapq.heappush(self._heap, (group.order, group.tie, group))
+        self._ties[group] = next(self._next_tie)
+        self._enter(group)
         self._of_id.setdefault(group.first.id, []).append(group)
-        self._count += 1
         self.num_sequences += len(group.sequences)
 
     def in_order(self, most: int) -> Generator[SequenceGroup]:
@@ -46,17 +47,17 @@ class WaitingQueue:
         try:
             while self._heap and len(seen) < most:
                 entry = heapq.heappop(self._heap)
-                if entry[2].is_waiting:
+                if entry[2] in self._ties:
                     seen.append(entry)
                     yield entry[2]
         finally:
             for entry in seen:
-                if entry[2].is_waiting and entry[2].awaits is None:
+                if entry[2] in self._ties and entry[2] not in self._awaits:
                     heapq.heappush(self._heap, entry)
 
     def park(self, group: SequenceGroup, key: bytes) -> None:
         """Leaves out the group that `in_order` yielded last, until `wake` is told of this key."""
-        group.awaits = key
+        self._awaits[group] = key
         self._parked.setdefault(key, []).append(group)
         self.awaited[key] = min(group.order, self.awaited.get(key, group.order))
 
@@ -65,30 +66,29 @@ class WaitingQueue:
         Returns how many those are."""
         woken = [group for key in keys for group in self._parked.pop(key, ())]
         for group in woken:
-            assert group.awaits is not None
-            self.awaited.pop(group.awaits, None)
-            group.awaits = None
-            heapq.heappush(self._heap, (group.order, group.tie, group))
+            self.awaited.pop(self._awaits.pop(group), None)
+            self._enter(group)
         return len(woken)
 
     def remove(self, group: SequenceGroup) -> None:
         """Takes a waiting group out."""
-        group.is_waiting = False
-        if group.awaits is not None:
-            parked = self._parked[group.awaits]
-            parked.remove(group)
-            if not parked:
-                del self._parked[group.awaits], self.awaited[group.awaits]
+        del self._ties[group]
+        if (key := self._awaits.pop(group, None)) is not None:
+            self._parked[key].remove(group)
+            if not self._parked[key]:
+                del self._parked[key], self.awaited[key]
         groups = self._of_id[group.first.id]
         groups.remove(group)
         if not groups:
             del self._of_id[group.first.id]
-        self._count -= 1
         self.num_sequences -= len(group.sequences)
-        if len(self._heap) > 2 * self._count + _MOST_GAPS:
-            self._heap = [entry for entry in self._heap if entry[2].is_waiting]
+        if len(self._heap) > 2 * len(self) + _MOST_GAPS:
+            self._heap = [entry for entry in self._heap if entry[2] in self._ties]
             heapq.heapify(self._heap)
 
     def of_request(self, id: int) -> list[SequenceGroup]:
         """The waiting groups of a request."""
         return list(self._of_id.get(id, ()))
+
+    def _enter(self, group: SequenceGroup) -> None:
+        heapq.heappush(self._heap, (group.order, self._ties[group], group))

@@ -11,17 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tier_pages import (
-    LAYOUTS,
-    SECRET,
-    bits,
-    changed,
-    load,
-    make_chain,
-    open_tier,
-    path_of,
-    stored,
-)
+from tier_pages import LAYOUTS, SECRET, bits, changed, load, make_chain, open_tier, path_of, stored
 
 from jaxkv.serving import disk_tier
 from jaxkv.serving.disk_tier import DiskTier
@@ -310,10 +300,10 @@ WRITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
-from tier_pages import SECRET, bits, load, make_chain, BIG, PAGE_S, all_done, disk, host, host_int8, open_tier, path_of, run_of, store, stored
+from tier_pages import SECRET, bits, load, make_chain
 from jaxkv.serving.disk_tier import DiskTier
 from jaxkv.serving.page_data import PageLayout
-from tier_pages import changed, BIG, PAGE_S, all_done, disk, host, host_int8, open_tier, path_of, run_of, store, stored
+from tier_pages import changed
 
 folder, layout = Path(sys.argv[1]), PageLayout((4, 2, 16, 256), "float32")
 chains = [make_chain(8, changed(page_size=16), layout, seed) for seed in range(4)]

@@ -4,19 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tier_pages import (
-    FINGERPRINT,
-    SECRET,
-    all_done,
-    changed,
-    host,
-    host_int8,
-    load,
-    make_chain,
-    open_tier,
-    run_of,
-    store,
-)
+from tier_pages import FINGERPRINT, SECRET, all_done, changed, host, host_int8, load, make_chain, open_tier, run_of, store
 
 from jaxkv.serving.fingerprint import Fingerprint, page_keys
 

@@ -7,21 +7,7 @@ import threading
 import numpy as np
 import pytest
 import tier_pages
-from tier_pages import (
-    BIG,
-    FINGERPRINT,
-    LAYOUT,
-    PAGE_S,
-    Slow,
-    all_done,
-    bits,
-    host,
-    load,
-    make_chain,
-    open_tier,
-    run_of,
-    store,
-)
+from tier_pages import BIG, FINGERPRINT, LAYOUT, PAGE_S, Slow, all_done, bits, host, load, make_chain, open_tier, run_of, store
 
 from jaxkv.serving.host_tier import HostTier
 from jaxkv.serving.tiers import Tiers
