@@ -1,11 +1,16 @@
 """Models shared by all tests of a session, so that each is compiled once; and the helper module importable."""
 
 import gc
+import os
 import sys
 from pathlib import Path
 
-import jax
-import pytest
+# Compiling is most of what the tests cost: workers, scripts in processes of their own and later runs share what was compiled.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 sys.path.append(str(Path(__file__).parent / "helpers"))  # pytest's importlib mode does not put tests on the path
 

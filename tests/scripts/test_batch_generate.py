@@ -217,6 +217,7 @@ def test_an_output_that_cannot_be_written_is_told_at_once(fake, files, tmp_path)
     assert status == 1 and "Permission denied" in err
 
 
+@pytest.mark.slow
 def test_the_real_engine_killed_in_the_middle_takes_the_likeliest_tokens(cache, chat_model, tmp_path):
     prompts = [f"{i} and {'so on ' * (i % 6)}" for i in range(1, 41)]
     files = write(tmp_path / "in", [{"prompt": prompt, "max_tokens": 12} for prompt in prompts]), tmp_path / "out"

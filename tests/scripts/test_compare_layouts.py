@@ -41,6 +41,7 @@ def test_a_study_writes_three_files_and_compares_with_another(cache, tmp_path):
     assert again[0] == 0 and "of 2 rows agree within their rounds" in again[1], again
 
 
+@pytest.mark.slow
 def test_a_public_shape_needs_no_weights(cache):
     small = ("--shape", str(HF_TINY / "llama_gqa_llama3rope"), "--num_kv_heads=4,1", "--num_layers=1")
     status, out, err = compare(*small, "--json", *SMALL, cache=cache)

@@ -51,6 +51,7 @@ def test_user_errors_are_one_line(args, words, cache):
     assert words in error_line(bench(*args, cache=cache))
 
 
+@pytest.mark.slow
 def test_json_holds_every_op_with_units(cache):
     status, out, err = bench("--json", "--chunk=4", "--nopeers", *TINY, cache=cache)
     assert status == 0, err

@@ -15,6 +15,7 @@ def bench(*args, cache):
     return run_script.run("serving_bench.py", *args, cache=cache, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_shared_prefix_is_measured_with_and_without_the_cache(cache, chat_model):
     args = (f"--model={chat_model}", "--requests=4", "--shared_tokens=24", "--repeats=2", "--weights=float32", "--seed=7", *TINY)
     status, out, err = bench(*args, "--json", "--peer=none", cache=cache)

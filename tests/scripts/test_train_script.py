@@ -33,6 +33,7 @@ def test_a_run_leaves_a_model_and_its_history(trained):
     assert figures["tokens"] == 20 * 256 and history["recipe"]["batch_tokens"] == 256
 
 
+@pytest.mark.slow
 def test_conversion_uptrains_and_the_model_generates(trained, cache):
     output, before = trained
     target = output.parent / "gqa"

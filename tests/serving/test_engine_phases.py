@@ -18,7 +18,7 @@ def model():
     return make_model(tokenizer=engine.FakeTokenizer())
 
 
-@pytest.mark.parametrize("chunk", [512, 300])
+@pytest.mark.parametrize("chunk", [pytest.param(512, marks=pytest.mark.slow), 300])
 def test_prompts_around_a_bucket(chunk):
     """One token fewer or more than a bucket or a page: the tokens are those of a forward pass, nothing is traced after warm-up."""
     model = make_model(tiny_config(max_positions=2048))
