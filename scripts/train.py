@@ -36,18 +36,27 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("text_file", None, "What to train on; any bytes.")
 flags.DEFINE_string("output", None, "Folder for everything the run makes.")
 flags.DEFINE_bool("resume", False, "Go on with the run that --output holds; the other flags as they were.")
-flags.DEFINE_string("from_checkpoint", None, "A portable checkpoint (model/ of a run) or a Hugging Face folder to start from.")
-flags.DEFINE_enum("convert", None, ["mean", "first", "random"], "How --num_kv_heads heads come from those of --from_checkpoint.")
-flags.DEFINE_float("uptrain_fraction", 0.05, "After --convert: so much of --steps.", 0.0, 1.0)
-flags.DEFINE_integer(
-    "num_kv_heads", 8, "KV heads; a divisor of the query heads, or of the KV heads that are converted.", lower_bound=1
+flags.DEFINE_string(
+    "from_checkpoint", None, "A portable checkpoint (model/ of a run) or a Hugging Face folder over 256 bytes to start from."
 )
-_NEW = " of a new model"
-flags.DEFINE_integer("num_q_heads", 8, f"Query heads{_NEW}.", lower_bound=1)
-flags.DEFINE_integer("model_dim", 128, f"Width{_NEW}; its heads share it.", lower_bound=1)
-flags.DEFINE_integer("num_layers", 4, f"Layers{_NEW}.", lower_bound=1)
-flags.DEFINE_integer("mlp_dim", 384, f"Hidden width of the MLPs{_NEW}.", lower_bound=1)
-flags.DEFINE_integer("max_positions", 4096, f"The longest text{_NEW} that engines let it read, in bytes.", lower_bound=1)
+flags.DEFINE_enum("convert", None, ["mean", "first", "random"], "How --num_kv_heads heads come from those of --from_checkpoint.")
+flags.DEFINE_float("uptrain_fraction", None, "After --convert: so much of --steps (default: 0.05).", 0.0, 1.0)
+# None unless given, so that one that would change nothing is refused.
+_KV_HEADS, _UPTRAIN_FRACTION = 8, 0.05
+_SIZES = {"num_q_heads": 8, "model_dim": 128, "num_layers": 4, "mlp_dim": 384, "max_positions": 4096}
+_NEW = " of a new model (default: {})."
+flags.DEFINE_integer(
+    "num_kv_heads", None, f"KV heads, a divisor of the query heads{_NEW.format(_KV_HEADS)} With --convert: a divisor of those there are.",
+    lower_bound=1,
+)  # fmt: skip
+for _name, _what in (
+    ("num_q_heads", "Query heads"),
+    ("model_dim", "Width, which the heads share,"),
+    ("num_layers", "Layers"),
+    ("mlp_dim", "Hidden width of the MLPs"),
+    ("max_positions", "The longest text that engines let it read, in bytes,"),
+):
+    flags.DEFINE_integer(_name, None, _what + _NEW.format(_SIZES[_name]), lower_bound=1)
 flags.DEFINE_integer("steps", 2000, "Steps of a whole training.", lower_bound=1)
 flags.DEFINE_integer("batch_tokens", 4096, "Bytes a step.", lower_bound=1)
 flags.DEFINE_integer("context", 256, "Bytes a row.", lower_bound=1)
@@ -66,10 +75,7 @@ flags.DEFINE_bool("json", False, "One JSON object with every figure on stdout in
 
 def main(terminal) -> None:
     """Trains and tells how it went."""
-    if not FLAGS.text_file or not FLAGS.output:
-        raise ValueError("give --text_file FILE to train on and --output DIR for what comes out (--help lists the flags)")
-    if FLAGS.convert and not FLAGS.from_checkpoint:
-        raise ValueError(f"--convert={FLAGS.convert} needs --from_checkpoint: a model whose heads are to be pooled")
+    _check_flags()
     output = Path(FLAGS.output)
     if output.exists() and any(output.iterdir()) and not FLAGS.resume:
         raise ValueError(f"--output={output} is not empty: give --resume to go on with its run, or another folder")
@@ -85,6 +91,25 @@ def main(terminal) -> None:
         _summary(figures, output)
 
 
+def _check_flags() -> None:
+    """Refuses what is missing, and what would change nothing."""
+    if not FLAGS.text_file or not FLAGS.output:
+        raise ValueError("give --text_file FILE to train on and --output DIR for what comes out (--help lists the flags)")
+    if FLAGS.convert:
+        if not FLAGS.from_checkpoint:
+            raise ValueError(f"--convert={FLAGS.convert} needs --from_checkpoint: a model whose heads are to be pooled")
+        if FLAGS.num_kv_heads is None:
+            raise ValueError(f"--convert={FLAGS.convert} needs --num_kv_heads: how many heads are to be left")
+    elif FLAGS.uptrain_fraction is not None:
+        raise ValueError("--uptrain_fraction is of a --convert: without it give --steps alone")
+    if not FLAGS.from_checkpoint:
+        return
+    if FLAGS.num_kv_heads is not None and not FLAGS.convert:
+        raise ValueError(f"--num_kv_heads={FLAGS.num_kv_heads} of a --from_checkpoint needs --convert=mean, first or random")
+    if given := [f"--{name}" for name in _SIZES if FLAGS[name].value is not None]:
+        raise ValueError(f"{', '.join(given)}: only a new model has sizes to choose, those of --from_checkpoint are its own")
+
+
 def _train(text, output: Path, terminal) -> dict[str, Any]:
     from jaxkv.io.cache import use_compilation_cache
     from jaxkv.research import study
@@ -93,7 +118,8 @@ def _train(text, output: Path, terminal) -> dict[str, Any]:
     config, weights = _start()
     given = {name: FLAGS[name].value for name in study.RECIPE_FLAGS}
     if FLAGS.convert:
-        given["steps"] = max(1, round(FLAGS.steps * FLAGS.uptrain_fraction))
+        fraction = _UPTRAIN_FRACTION if FLAGS.uptrain_fraction is None else FLAGS.uptrain_fraction
+        given["steps"] = max(1, round(FLAGS.steps * fraction))
     on_step = lambda done, steps, loss: terminal(
         f"training {steps:,} steps", done / steps, f"step {done:,}, {loss / math.log(2):.3f} bits per byte"
     )
@@ -110,8 +136,8 @@ def _start():
     from jaxkv.research import heads, weights
 
     if not FLAGS.from_checkpoint:
-        sizes = {name: FLAGS[name].value for name in ("model_dim", "num_layers", "num_q_heads", "mlp_dim", "max_positions")}
-        config = weights.byte_config(FLAGS.num_kv_heads, **sizes)
+        sizes = {name: default if FLAGS[name].value is None else FLAGS[name].value for name, default in _SIZES.items()}
+        config = weights.byte_config(_KV_HEADS if FLAGS.num_kv_heads is None else FLAGS.num_kv_heads, **sizes)
         return config, weights.init_weights(config, FLAGS.seed)
     config, read = weights.read_weights(FLAGS.from_checkpoint)
     if FLAGS.convert:

@@ -42,7 +42,8 @@ def convert_heads(
     names = {"k", "v", "k_bias", "v_bias"} | ({"k_norm"} if config.qk_norm == "projection" else set())
     names &= weights.keys()
     if pooling == "random":
-        fresh = init_weights(converted, seed)
+        # Not the stream that new models are drawn from: with the parent's seed they would be the heads it began with.
+        fresh = init_weights(converted, seed, stream=1)
         return converted, weights | {name: fresh[name] for name in names}
     return converted, weights | {name: _pooled(weights[name], K, num_kv_heads, pooling) for name in names}
 

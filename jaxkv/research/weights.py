@@ -49,7 +49,16 @@ def byte_config(
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every array by its name. Every layer must have the same body."""
+    """Shape of every array by its name.
+
+    Raises:
+      ValueError: a model that cannot be trained here: layers that differ, or a vocabulary that is not the bytes.
+    """
+    if config.vocab_size != 256:
+        raise ValueError(
+            f"training reads a text's 256 bytes, and the model has vocab_size={config.vocab_size}: start from model/ of a run of"
+            " scripts/train.py, or from nothing"
+        )
     if any(config.moe_layers):
         raise ValueError("mixtures of experts are not trained here: only decoders whose layers are all dense")
     shapes = {}
@@ -58,8 +67,11 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def init_weights(config: ModelConfig, seed: int) -> Weights:
-    """N(0, 1 / fan in), what ends a residual branch smaller by sqrt(2 L) (GPT-2); embedding and head N(0, 0.02^2), norms 1, biases 0."""
+def init_weights(config: ModelConfig, seed: int, stream: int = 0) -> Weights:
+    """N(0, 1 / fan in), what ends a residual branch smaller by sqrt(2 L) (GPT-2); embedding and head N(0, 0.02^2), norms 1, biases 0.
+
+    Another `stream` of the same seed draws other numbers.
+    """
     weights = {}
     for index, (name, shape) in enumerate(weight_shapes(config).items()):
         if name.endswith("norm"):
@@ -69,7 +81,7 @@ def init_weights(config: ModelConfig, seed: int) -> Weights:
         else:
             size = 0.02 if name in ("embed", "head") else shape[-1] ** -0.5
             size /= math.sqrt(2 * config.num_layers) if name in ("o", "down") else 1
-            normal = np.random.default_rng((seed, index)).standard_normal(shape, np.float32)
+            normal = np.random.default_rng((seed, index, stream)).standard_normal(shape, np.float32)
             weights[name] = jnp.asarray(normal * np.float32(size))
     return weights
 

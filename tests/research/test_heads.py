@@ -51,6 +51,16 @@ def test_random_heads_know_nothing_of_the_old_ones(parent):
     assert abs(float(np.std(first["k"])) * 32**0.5 - 1) < 0.2  # as large as those of a new model
 
 
+def test_random_heads_are_not_those_the_parent_began_with(parent):
+    config, weights = parent  # of seed 0
+    for num_kv_heads in (8, 2):
+        _, fresh = convert_heads(config, weights, num_kv_heads, "random", seed=0)
+        for name in ("k", "v"):
+            new = np.asarray(fresh[name])
+            began = np.asarray(weights[name])[:, : new.shape[1]]
+            assert abs(np.corrcoef(new.ravel(), began.ravel())[0, 1]) < 0.1
+
+
 def test_a_model_whose_heads_in_a_group_are_equal_does_not_change(parent):
     config, weights = parent
     equal = {name: jnp.asarray(np.repeat(grouped(weights[name], 8)[:, ::4], 4, 1).reshape(2, 32, 32)) for name in ("k", "v")}

@@ -1,12 +1,14 @@
 """Training learns, trains the very decoder that serves, and a stopped run ends with the bits of one that was not."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import jaxkv
 from jaxkv.io import checkpoint
@@ -150,11 +152,20 @@ def test_a_portable_checkpoint_is_what_was_stored_on_every_kind_of_weights(gqa, 
         checkpoint.write_portable(tmp_path / "n", config, GenerationDefaults(), {k: v for k, v in weights.items() if k != "v"})
 
 
-def test_a_hugging_face_folder_can_be_trained_on():
+def test_a_hugging_face_folder_over_bytes_can_be_trained_on(tmp_path):
     folder = Path(__file__).parents[1] / "data" / "hf_tiny" / "llama_mha"
-    config, weights = read_weights(folder)
-    tokens = np.load(folder / "expected.npz")
-    assert config.num_kv_heads == 4 and weights["k"].shape == (3, 32, 32), tokens.files
+    with pytest.raises(ValueError, match="256 bytes, and the model has vocab_size=130: start from model/"):
+        read_weights(folder)
+    arrays = safetensors.numpy.load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        arrays[name] = np.resize(arrays[name], (256, arrays[name].shape[1]))
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 256}))
+    read, weights = read_weights(tmp_path)
+    assert read.num_kv_heads == 4 and weights["k"].shape == (3, 32, 32)
+    tokens = np.frombuffer(DATA[:66], np.uint8).reshape(2, 33).astype(np.int32)
+    assert abs(float(mean_loss(read, weights, tokens, "float32")) - math.log(256)) < 1
 
 
 def test_texts_and_batches(text):

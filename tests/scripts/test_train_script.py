@@ -4,12 +4,15 @@ import json
 
 import pytest
 import run_script
-from run_script import ROOT, one_line_error, run
+from run_script import HF_TINY, ROOT, one_line_error, run
 
+RECIPE = (
+    "--text_file", str(ROOT / "tests" / "data" / "kjv_genesis.txt"), "--batch_tokens", "256", "--context", "64", "--eval_context", "128",
+    "--steps", "20", "--save_every", "3",
+)  # fmt: skip
 TINY = (
-    "--text_file", str(ROOT / "tests" / "data" / "kjv_genesis.txt"), "--model_dim", "32", "--num_layers", "1", "--num_q_heads", "4",
-    "--num_kv_heads", "4", "--mlp_dim", "32", "--max_positions", "256", "--batch_tokens", "256", "--context", "64", "--eval_context",
-    "128", "--steps", "20", "--save_every", "3",
+    *RECIPE, "--model_dim", "32", "--num_layers", "1", "--num_q_heads", "4", "--num_kv_heads", "4", "--mlp_dim", "32",
+    "--max_positions", "256",
 )  # fmt: skip
 
 
@@ -38,7 +41,7 @@ def test_conversion_uptrains_and_the_model_generates(trained, cache):
     output, before = trained
     target = output.parent / "gqa"
     status, out, err = run(
-        "train.py", *TINY, "--num_kv_heads", "2", "--from_checkpoint", str(output / "model"), "--convert", "mean",
+        "train.py", *RECIPE, "--num_kv_heads", "2", "--from_checkpoint", str(output / "model"), "--convert", "mean",
         "--uptrain_fraction", "0.2", "--output", str(target), "--json", cache=cache,
     )  # fmt: skip
     assert status == 0, err
@@ -50,12 +53,39 @@ def test_conversion_uptrains_and_the_model_generates(trained, cache):
     assert status == 0 and len(json.loads(out)["tokens"]) == 8, err
 
 
+@pytest.mark.parametrize(
+    "kv_heads, steps, done", [(("--convert", "mean", "--num_kv_heads", "4"), 20, 1), ((), 3, 3)], ids=["all heads", "as it is"]
+)
+def test_a_model_is_trained_on(trained, cache, tmp_path, kv_heads, steps, done):
+    """Converted to as many heads as it has, for 5 % of the steps; or without --convert, for all of them."""
+    start = ("--from_checkpoint", str(trained[0] / "model"), *kv_heads, "--steps", str(steps))
+    status, out, err = run("train.py", *RECIPE, *start, "--output", str(tmp_path), "--noplot", "--json", cache=cache)
+    assert status == 0, err
+    figures = json.loads(out)
+    assert (figures["num_kv_heads"], figures["steps_done"]) == (4, done)
+    assert figures["bits_per_byte_before"] == pytest.approx(trained[1]["bits_per_byte"], abs=0.01)  # stored in float16
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--convert=mean", "--num_kv_heads=2"], "--convert=mean needs --from_checkpoint"),
+        (["--from_checkpoint=a", "--convert=mean"], "--convert=mean needs --num_kv_heads"),
+        (["--from_checkpoint=a", "--num_kv_heads=2"], "--num_kv_heads=2 of a --from_checkpoint needs --convert"),
+        (["--from_checkpoint=a", "--uptrain_fraction=0.1"], "--uptrain_fraction is of a --convert"),
+        (["--uptrain_fraction=0.1"], "--uptrain_fraction is of a --convert"),
+        (["--from_checkpoint=a", "--model_dim=64", "--num_layers=2"], "--model_dim, --num_layers: only a new model has sizes"),
+        ([f"--from_checkpoint={HF_TINY / 'llama_mha'}"], "256 bytes, and the model has vocab_size=130"),
+    ],
+)
+def test_flags_that_would_change_nothing_are_refused(args, words, cache, tmp_path):
+    assert words in one_line_error(run("train.py", *RECIPE, "--output", str(tmp_path), *args, cache=cache))
+
+
 def test_what_goes_wrong_is_said_in_a_line(trained, cache, tmp_path):
     output, _ = trained
     assert "is not empty: give --resume" in one_line_error(run("train.py", *TINY, "--output", str(output), cache=cache))
     assert "--text_file FILE" in one_line_error(run("train.py", "--output", str(tmp_path / "x"), cache=cache))
-    convert = ("--output", str(tmp_path / "x"), "--convert", "mean")
-    assert "needs --from_checkpoint" in one_line_error(run("train.py", *TINY, *convert, cache=cache))
 
 
 def test_help_lists_the_flags(cache):
