@@ -73,10 +73,11 @@ def main(terminal) -> None:
     import jaxkv
     from jaxkv.serving import batch
 
-    own = {_identity(path) for path in batch.beside(paths["output"])}
+    figures = [paths[name] for name in ("summary", "metrics_file") if name in paths]
+    own = {_identity(path) for path in batch.beside(paths["output"], *figures)}
     for name, path in paths.items():
         if _identity(path) in own:
-            raise ValueError(f"--{name}={path} is a file that --output={paths['output']} needs for itself: give another")
+            raise ValueError(f"--{name}={path} is a file that this job needs for itself: give another")
     given: dict = {name: FLAGS[name].value for name in ("temperature", "top_k", "top_p") if FLAGS[name].value is not None}
     jaxkv.Sampling(**given)  # what is wrong with them is said before seconds of loading
     with batch.OutputFile(paths["output"]) as output:
@@ -115,9 +116,10 @@ def _paths() -> dict[str, Path]:
     for name, path in paths.items():
         if path.is_dir():
             raise ValueError(f"--{name}={path} is a folder: give a file")
-        if not path.parent.is_dir():
-            raise ValueError(f"--{name}={path}: there is no folder {path.parent}")
-        if name in ("summary", "metrics_file") and not os.access(path.parent, os.W_OK):
+        folder = path.resolve().parent  # a link is followed
+        if not folder.is_dir():
+            raise ValueError(f"--{name}={path}: there is no folder {folder}")
+        if name in ("summary", "metrics_file") and not os.access(folder, os.W_OK):
             raise ValueError(f"--{name}={path}: the folder cannot be written to")
         same = seen.setdefault(_identity(path), name)
         if same != name:

@@ -227,7 +227,7 @@ class Engine:
         id = self._submit(request, public=True)
         try:
             self._discard(id)
-        except BaseException:
+        except RuntimeError:
             if self._failure is None:
                 self.abort(id)
                 self._discard(id)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxkv.serving.eviction import Tenant
-from jaxkv.serving.fingerprint import Fingerprint, complete_keys, iter_page_keys
+from jaxkv.serving.fingerprint import Fingerprint, complete_keys, iter_page_keys, next_key
 from jaxkv.serving.page_states import PageStates
 from jaxkv.serving.prefix_index import Entry
 
@@ -43,7 +43,9 @@ def find_match(
     page_size = fingerprint.page_size
     limit = max(len(tokens) - 1, 0) // page_size
     rows = tokens[: limit * page_size].reshape(limit, page_size)
-    own_keys = complete_keys(root(fingerprint), tokens, page_size, keys, states.index.next_key)
+    # A request that keeps out of the cache has no public fingerprint either; nobody comes again for its digests.
+    digest = states.index.next_key if public is not None else next_key
+    own_keys = complete_keys(root(fingerprint), tokens, page_size, keys, digest)
     chain, is_public = _find(states, fingerprint, own_keys, rows), False
     if public is not None:
         _check_public(fingerprint, public)

@@ -10,8 +10,9 @@
     reusable  nobody points at it, and the index knows it
     free      nobody points at it, and nobody can find it;  page 0 is the null page and in no state
 
-Whoever points at a page points at its whole chain in the index. So a chain's pages are active, then held, then reusable: the
-leaves can always go first, every reusable page can be had, and a search by halves finds where a chain's pages change.
+Whoever points at a page points at its whole chain in the index. So the pages of a chain that somebody points at come before
+the reusable ones: the leaves can always go first, every reusable page can be had, and a search by halves finds where they begin.
+Active and held ones come in any order: who is on hold keeps what it found active, and holds what it computed on either side.
 """
 
 from __future__ import annotations
@@ -164,11 +165,10 @@ class PageStates:
         return bisect.bisect_left(chain, True, key=self.is_idle)
 
     def first_held(self, chain: Sequence[int]) -> int:
-        """Returns the place of the first page of a chain that is held; len(chain): none is. O(log n)."""
+        """Returns the place of the first page of a chain that is held; len(chain): none is. O(n) while any page is held."""
         if not self.held:
             return len(chain)
-        place = bisect.bisect_left(chain, True, key=lambda page: self.live[page] == 0)
-        return place if place < len(chain) and self.holds[chain[place]] else len(chain)
+        return next((i for i, page in enumerate(chain) if self.is_held(page)), len(chain))
 
     def is_shared(self, page: int) -> bool:
         """Returns whether more than one sequence points at this page."""

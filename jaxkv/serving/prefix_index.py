@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxkv.serving.fingerprint import Fingerprint, next_key
 
-_REMEMBERED_BYTES = 1 << 22  # of tokens whose digests are remembered: about a million tokens
+_REMEMBERED = 1 << 16  # digests, at 340 bytes each: a million tokens in pages of 16
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class PrefixIndex:
         self.tokens = np.zeros((num_pages, page_size), np.int32)  # valid where of_page is not empty
         self.families: dict[Fingerprint, Family] = {}
         # A digest costs 2 us, remembering it 0.3: prompts that share pages come together.
-        self.next_key = functools.lru_cache(min(4 * num_pages, _REMEMBERED_BYTES // (4 * page_size)))(next_key)
+        self.next_key = functools.lru_cache(min(4 * num_pages, _REMEMBERED))(next_key)
 
     def __contains__(self, entry: Entry) -> bool:
         return self.entries.get(entry.key) is entry

@@ -12,11 +12,12 @@ import dataclasses
 import hashlib
 import hmac
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxkv.serving.fingerprint import Fingerprint
 
+Digest = Callable[[str, str | int | None], str | None]
 _LOOKED_AT = 64  # fingerprints: each costs 5 us, and every request that finds nothing pays for them
 
 
@@ -24,10 +25,10 @@ _LOOKED_AT = 64  # fingerprints: each costs 5 us, and every request that finds n
 class Receipt:
     """One request's use of the prefix cache."""
 
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint = dataclasses.field(repr=False)  # it names the tenant
     nearest: dict[str, str | None]  # of each part: "same", "different" or None: not told
     gates: dict[str, str]
-    secret: bytes = dataclasses.field(repr=False)
+    digest: Digest = dataclasses.field(repr=False)
 
     def to_json(self, num_tokens: int, cached: Mapping[str, int]) -> dict[str, Any]:
         """Returns the receipt as what the json module takes.
@@ -39,12 +40,12 @@ class Receipt:
         found = sum(cached.values())
         return {
             "parts": {
-                name: {"digest": _digest(self.secret, name, value), "nearest": self.nearest[name]}
+                name: {"digest": self.digest(name, value), "nearest": self.nearest[name]}
                 for name, value in self.fingerprint.parts()
             },
             "reusable_tokens": found,
             "suffix_tokens": num_tokens - found,
-            "gates": self.gates,
+            "gates": dict(self.gates),
             "decision": "reuse" if found else "recompute",
             "cached_tokens": dict(cached),
         }
@@ -80,7 +81,7 @@ def make_receipt(
             "acl_epoch_mismatch": "pass" if own_epoch else "miss_and_recompute",
             "active_sequence": "never_evict",
         },
-        secret=secret,
+        digest=lambda name, value: _digest(secret, name, value),
     )
 
 

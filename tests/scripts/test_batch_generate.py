@@ -183,13 +183,15 @@ MISTAKES = {
     ("--input=absent", "--output=out"): "--input=absent: no such file",
     ("--input=.", "--output=out"): "--input=. is a folder",
     ("--input=in", "--output=."): "--output=. is a folder",
-    ("--input=in", "--output=no/out"): "there is no folder no",
+    ("--input=in", "--output=no/out"): "there is no folder ",
     ("--input=in", "--output=in"): "--output and --input are the same file",
     ("--input=in", "--output=link"): "--output and --input are the same file",
-    ("--input=in", "--output=out", "--summary=out.job.json"): "--summary=out.job.json is a file that --output=out needs for itself",
-    ("--input=in", "--output=out", "--summary=.out.tmp"): "--summary=.out.tmp is a file that --output=out needs",
+    ("--input=in", "--output=out", "--summary=out.job.json"): "--summary=out.job.json is a file that this job needs for itself",
+    ("--input=in", "--output=out", "--summary=.out.tmp"): "--summary=.out.tmp is a file that this job needs",
     ("--input=in", "--output=out", "--summary=out"): "--summary and --output are the same file",
-    ("--input=in", "--output=out", "--metrics_file=no/m"): "there is no folder no",
+    ("--input=in", "--output=out", "--metrics_file=no/m"): "there is no folder ",
+    ("--input=in", "--output=.s.tmp", "--summary=s"): "--output=.s.tmp is a file that this job needs",
+    ("--input=in", "--output=out", "--summary=astray"): "--summary=astray: there is no folder ",
     ("--input=in", "--output=/dev/full"): "no file that answers can be added to",
     ("--input=in", "--output=out", "--num_shards=2", "--shard_index=2"): "must be in 0 to 1 with --num_shards=2",
     ("--input=in", "--output=out", "--shard_index=-1"): "shard_index",
@@ -203,6 +205,7 @@ MISTAKES = {
 def test_a_mistake_is_one_line_at_once(fake, flags, tmp_path):
     write(tmp_path / "in", [{"prompt": "x"}])
     os.link(tmp_path / "in", tmp_path / "link")
+    (tmp_path / "astray").symlink_to("gone/summary")
     status, err = fake(*flags, folder=str(tmp_path))
     assert status == 1 and err.startswith("error: ") and err.count("\n") == 0 and MISTAKES[flags] in err, err
     assert not (tmp_path / "out").exists() or not (tmp_path / "out").stat().st_size

@@ -449,3 +449,25 @@ def test_taking_and_giving_cost_what_changes_not_what_is_there():
 
         times.append(seconds(use))
     assert times[1] < 3 * times[0], times
+
+
+def test_a_page_held_before_a_pinned_one_is_not_matched():
+    """Who is on hold keeps what it found active, and holds what it computed before and behind it."""
+    cache, tokens = Cache(), text(13)
+    for owner, size in ((1, 5), (2, 9)):
+        match = cache.match(A, tokens[:size])
+        cache.allocate(owner, A.tenant, -(-size // P) - len(match.pages), match)
+        cache.publish(owner, A, tokens[: size - 1])
+    cache.extend(1, 2)
+    before = cache.match(A, tokens)
+    cache.publish(1, A, tokens[:12])  # its second page is the other's by now: pinned, and its third lies below that
+    cache.release(2)
+    cache.release(1, hold=True)
+    cache.check()
+    held = cache.held_pages
+    assert held and cache.hit(tokens) == 0
+    with pytest.raises(StaleMatch, match="put on hold"):
+        cache.allocate(3, A.tenant, 2, before)
+    assert cache.held_pages == held
+    cache.reconcile(1, True)
+    assert cache.hit(tokens) == 12

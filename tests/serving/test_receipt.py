@@ -82,3 +82,10 @@ def test_digests_name_nobody_and_need_the_secret(cache):
     assert parts["system_prompt"]["digest"] and receipt(cache, fingerprint("a"))["parts"]["system_prompt"]["digest"] is None
     other = PageCache(16, 2, secret=b"another", clock=lambda: 0.0)
     assert receipt(other, fp)["parts"]["tenant"]["digest"] != parts["tenant"]["digest"]
+
+
+def test_a_receipt_tells_neither_tenant_nor_secret_and_is_nobodys_to_change(cache):
+    kept = cache.receipt(cache.match(fingerprint("a"), TOKENS))
+    assert "tenant='a'" not in repr(kept) and b"server" not in repr(kept).encode()
+    kept.to_json(7, {})["gates"]["cross_tenant"] = "changed"
+    assert kept.to_json(7, {})["gates"]["cross_tenant"] == "pass"

@@ -93,9 +93,18 @@ class Tally:
 
 
 def what_is_left(source: Source, scan: Scan) -> tuple[Tally, np.ndarray]:
-    """The tally before a run, and the lines i64 of a source that an output has no records of. Others' records are read over."""
+    """The tally before a run, and the lines i64 of a source that an output has no records of. Others' records are read over.
+
+    Raises:
+      ValueError: two records of one line.
+    """
     mine = source.holds(scan.lines, scan.ids)
-    done = np.isin(source.lines, scan.lines[mine])
+    answered = np.sort(scan.lines[mine])
+    if (again := np.diff(answered) == 0).any():
+        raise ValueError(
+            f"the output answers line {answered[np.argmax(again)]} of its input twice: give another output, or delete one of the two"
+        )
+    done = np.isin(source.lines, answered)
     return Tally(len(source.lines), int(done.sum()), int(scan.failed[mine].sum())), source.lines[~done]
 
 

@@ -23,7 +23,7 @@ def claim(output: Path, job: Mapping[str, Any], *, has_records: bool) -> None:
     Raises:
       ValueError: the output is another job's; says in what they differ and the ways out.
     """
-    path = job_file(output)
+    path, output = job_file(output), output.resolve()
     now = json.loads(json.dumps({"format": _FORMAT, **job}))
     if not has_records:
         return replace(path, lambda file: file.write(json.dumps(now, indent=1).encode() + b"\n"))

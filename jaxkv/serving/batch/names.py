@@ -16,7 +16,7 @@ def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def beside(output: Path) -> list[Path]:
-    """Everything that a job writes beside its output."""
+def beside(output: Path, *others: Path) -> list[Path]:
+    """Everything else that a job writes: its own file beside its output, and what becomes that, the output and other files."""
     job = job_file(output)
-    return [job, temporary(job), temporary(output.resolve())]
+    return [job, *(temporary(path.resolve()) for path in (job, output, *others))]

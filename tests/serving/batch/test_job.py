@@ -224,3 +224,15 @@ def test_progress():
     tally.failed["invalid_line"] = 10
     assert tally.progress() == "500/1,000 lines, 2,469 tok/s, ETA 0:04:10"
     assert tally.summary()["tokens_per_s"] == 2469.12 and tally.summary()["succeeded"] == 490
+
+
+def test_two_answers_of_one_line_are_refused_and_two_notes_of_none_are_not(tmp_path):
+    write(tmp_path / "in", lines(3))
+    run(tmp_path, FakeEngine())
+    whole = (tmp_path / "out").read_bytes()
+    notes = b'{"line": 9, "error": null, "note": 1}\n{"line": 9, "error": null, "note": 2}\n{"line": 1, "error": null}\n'
+    (tmp_path / "out").write_bytes(whole + notes)
+    assert run(tmp_path, FakeEngine())[0].done == 3
+    (tmp_path / "out").write_bytes(whole + whole)
+    with pytest.raises(ValueError, match="answers line 1 of its input twice"):
+        run(tmp_path, FakeEngine())
