@@ -21,6 +21,14 @@ def compare(*args, cache):
         (["--num_layers=2"], "--num_layers is of a --shape"),
         (["--batch=0"], "'0' is not a whole number"),
         (["--against=absent.json"], "No such file"),
+        ([f"--against={HF_TINY / 'llama_mha' / 'config.json'}"], "config.json is no layouts.json of a run"),
+        (["--text_file=absent.txt"], "No such file"),
+        (["--models="], "--models=: name one or more"),
+        (["--models=tiny-mha,,tiny-mqa"], "--models=tiny-mha,,tiny-mqa: name one or more"),
+        (["--models=tiny-mha,tiny-mha"], "--models=tiny-mha,tiny-mha names one twice"),
+        (["--kv_dtype=int5"], "--kv_dtype=int5 is not one of float32, "),
+        (["--shape=llama-3.1-8b", "--num_kv_heads=8", "--models=tiny-mha"], "--models and --shape do not go together"),
+        (["--shape=llama-3.1-8b", "--num_kv_heads=8", "--text_file=a.txt"], "--text_file and --shape do not go together"),
         (["--shape=llama-3.1-405b", "--num_kv_heads=128,8"], " GB are free: "),
     ],
 )
@@ -37,8 +45,14 @@ def test_a_study_writes_three_files_and_compares_with_another(cache, tmp_path):
     result = json.loads((tmp_path / "layouts.json").read_text())
     assert result["read_gb_s"]["median"] > 0 and len(result["rows"]) == 2 and "quality" not in result
     assert [row["kv_bytes_over_base"] for row in result["rows"]] == [1, 0.25]
-    again = compare(MODELS, "--text_file=", f"--against={tmp_path / 'layouts.json'}", *SMALL, cache=cache)
-    assert again[0] == 0 and "of 2 rows agree within their rounds" in again[1], again
+    assert "other work" in out and "which are not told apart" in out
+    other = tmp_path / "layouts.json"
+    status, out, err = compare(MODELS, "--text_file=", f"--against={other}", *SMALL, "--json", cache=cache)
+    assert status == 0, err
+    against = json.loads(out)["against"]
+    assert against["file"] == str(other) and against["rows"] == 2 and len(against["step_ms_apart"]) <= 2
+    apart = compare(MODELS, "--page_size=32", f"--against={other}", *SMALL, cache=cache)
+    assert "the two runs have no row in common" in one_line_error(apart)
 
 
 @pytest.mark.slow

@@ -42,6 +42,14 @@ MISTAKES = {
     ("--link_gbps=0",): "link_gbps must be positive",
     ("--kv8_cost_ratio=1",): "kv8_cost_ratio must lie between 0 and 1",
     ("--kv8_extra_us=-1",): "0 or more",
+    ("--kv8_extra_us=nan", "--json"): "--kv8_extra_us=nan: 'nan' is not a finite number",
+    ("--link_gbps=inf",): "'inf' is not a finite number",
+    ("--model=deepseek-v3", "--device=h200", "--chips=16", "--save_plan=none.yaml"): "choose another model",
+    ("--free_window_pages", "--save_plan=none.yaml"): "leave out free_window_pages",
+    ("--device=v5p", "--page_size=24", "--save_plan=none.yaml"): "change page_size or kv_dtype",
+    ("--plan=plan.yaml", "--context=8K"): "--context: no part of --plan",
+    ("--audit", "--context=8K", "--sequences=2", "--what_if=chips=2"): "--context, --sequences, --what_if: no part of --audit",
+    ("--audit", "--plot=none.png", "--save_plan=none.yaml", "--memory_gb=1"): "--memory_gb, --save_plan, --plot: no part of --audit",
     ("stray",): "unexpected argument 'stray'",
     ("--audit", "--model=deepseek-v3"): "jaxkv does not run deepseek-v3",
     ("--audit", "--chips=2"): "the audit compiles the steps of one device",
@@ -56,12 +64,16 @@ REPORTS = {
     ("--model=gemma-3-1b", "--device=v5e", "--context=64K"): ["the model was made for 32,768", "in pages of 256"],
     ("--chips=2", "--tensor_parallel=1", "--sequences=7"): ["2 replicas", "A decode step of 4 sequences a replica"],
     ("--shared_tokens=4K", "--sharers=4"): ["4,096 of them the same for each 4", "with the shared prefix cached"],
-    ("--kv_dtype=int8", "--kv8_extra_us=100"): ["a scale a token and head", "100 us extra a step"],
+    ("--kv_dtype=int8", "--kv8_extra_us=100"): ["a scale a token and head", "100 us extra a step", "at 54% of the 16-bit cost (published)"],
+    ("--kv8_cost_ratio=0.6",): ["at 60% of the 16-bit cost (given)"],
+    ("--model=gemma-3-1b", "--kv8_extra_us=100"): ["at 56% of the 16-bit cost (stored)"],
+    ("--num_kv_heads=1",): ["bandwidth-bound", "compute-bound", "which may overlap; at most"],
     ("--device=v6e", "--page_size=24"): ["but the kernels of v6e take no such pool: page_size 24 of a bfloat16 pool must be"],
     ("--help",): ["--what_if=TEXT", "--context=N", "lower bounds"],
 }  # fmt: skip
 JSON = ("--context=8K", "--json", "--what_if=context=128K", "--save_plan=saved.yaml")
 CHECKED = ("--plan=saved.yaml", "--json")
+EMPTY_PLOT = ("--model=llama-3.1-405b", "--plot=empty.png")
 PLOT = ("--plot=plot.png", "--what_if=chips=2", "--what_if=model=mistral-7b,free_window_pages=true")
 
 _FORKS = """
@@ -110,7 +122,7 @@ def folder(tmp_path_factory):
 def results(folder):
     """What each command of this file and of the page gives, by its arguments."""
     documented = [tuple(shlex.split(args)) for _, args, _ in BLOCKS]
-    commands = [*documented, *MISTAKES, *REPORTS, JSON, CHECKED, PLOT]
+    commands = [*documented, *MISTAKES, *REPORTS, JSON, CHECKED, PLOT, EMPTY_PLOT]
     return dict(zip(commands, run(folder, [list(args) for args in commands]), strict=True))
 
 
@@ -184,3 +196,11 @@ def test_a_plot_is_a_picture_or_says_what_it_needs(results, folder):
     else:
         assert status == 0, err
         assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_of_nothing_is_told_and_the_report_is_printed(results, folder):
+    pytest.importorskip("matplotlib")
+    status, out, err = results[EMPTY_PLOT]
+    assert status == 0 and out.startswith("llama-3.1-405b on 1 h100")
+    assert err == "empty.png is not written: nothing fits at any context, so there is nothing to draw\n"
+    assert not (folder / "empty.png").exists()

@@ -391,9 +391,8 @@ def test_drain_abort_and_unknown_ids(model, texts, expected):
     e.close()
 
 
-@pytest.mark.parametrize(
-    "kv_dtype", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "float8_e4m3fn"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16", "float8_e4m3fn"])
 def test_16_and_8_bit_pages_are_shared_and_restored_bit_by_bit(model, texts, kv_dtype):
     e = new_engine(model, num_pages=SMALL, kv_dtype=kv_dtype, host_bytes=1 << 26)
     restores_pay(e)
