@@ -35,10 +35,12 @@ class Chip:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
                 raise ValueError(f"{self.name}: {field} must be a positive number, got {value!r}")
+        if not isinstance(self.devices_per_chip, int):
+            raise ValueError(f"{self.name}: devices_per_chip must be a whole number, got {self.devices_per_chip!r}")
 
     @property
     def ridge_flop_per_byte(self) -> float:
-        """FLOP per byte above which a kernel is bound by arithmetic and not by memory."""
+        """FLOP per byte above which a kernel is compute-bound, and bandwidth-bound below."""
         return self.matrix_tflops_bf16 * 1e12 / (self.hbm_gbps * 1e9)
 
 
@@ -60,12 +62,13 @@ _KEYS = ("platform", "memory_gb", "memory_gib", "hbm_gbps", "matrix_tflops_bf16"
 
 
 def read_chips(path: str | Path) -> dict[str, Chip]:
-    """Returns the rows of a YAML file, by name.
+    """Returns the rows of a YAML file by name, with those of the table that it does not replace by a row of the same name in any case.
 
     A row is `my-card: {memory_gb: 48, hbm_gbps: 864, matrix_tflops_bf16: 181}`, with `memory_gib` instead of `memory_gb` where
     that is what one knows, and optionally `platform` (gpu) and `devices_per_chip` (1).
     """
-    return {name: _chip(name, row, f"{path}: {name}") for name, row in yaml_file.read_mapping(path).items()}
+    own = {name: _chip(name, row, f"{path}: {name}") for name, row in yaml_file.read_mapping(path).items()}
+    return {name: row for name, row in CHIPS.items() if _find(name, own) is None} | own
 
 
 def _chip(name: str, row: Any, where: str) -> Chip:
@@ -96,19 +99,21 @@ def memory_bytes(where: str, gb: float | None = None, gib: float | None = None) 
 
 
 def chip(name: str, rows: Mapping[str, Chip] = CHIPS) -> Chip:
-    """Returns the row of that name, in any case.
+    """Returns the row of that name; if there is none, of that name in another case.
 
     Raises:
       ValueError: no such row; says how to give one.
     """
-    if name.lower() in rows:
-        return rows[name.lower()]
-    if name in rows:
-        return rows[name]
+    if found := _find(name, rows):
+        return found
     raise ValueError(
         f"no row for device {name!r}; there are {', '.join(rows)}. Give your own with --memory_gb, --hbm_gbps and --tflops_bf16,"
         " or a file of rows with --device_file"
     )
+
+
+def _find(name: str, rows: Mapping[str, Chip]) -> Chip | None:
+    return rows.get(name) or next((row for other, row in rows.items() if other.lower() == name.lower()), None)
 
 
 def described(
@@ -131,6 +136,6 @@ def described(
     if memory_gb is not None or memory_gib is not None:
         given["memory_bytes"] = memory_bytes(name, memory_gb, memory_gib)
     given = {key: value for key, value in given.items() if value is not None}
-    if len(given) == 3 and name not in rows and name.lower() not in rows:
+    if len(given) == 3 and _find(name, rows) is None:
         return Chip(name=name, platform="cpu" if name == "cpu" else "gpu", **given)
     return dataclasses.replace(chip(name, rows), **given)

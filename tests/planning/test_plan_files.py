@@ -127,12 +127,26 @@ def test_users_add_chips(tmp_path):
         ("{memory_gb: -1, hbm_gbps: 1, matrix_tflops_bf16: 1}", "the memory must be a positive number, got -1"),
         ("{memory_gb: 1, hbm_gbps: 1, matrix_tflops_bf16: 1, sms: 3}", "unknown key 'sms'; known are"),
         ("{memory_gb: 1, hbm_gbps: 1, matrix_tflops_bf16: 1, platform: abacus}", "platform must be tpu, gpu or cpu"),
+        (
+            "{memory_gb: 1, hbm_gbps: 1, matrix_tflops_bf16: 1, devices_per_chip: 1.5}",
+            "devices_per_chip must be a whole number, got 1.5",
+        ),
     ],
 )
 def test_bad_chips_are_named(row, words, tmp_path):
     (tmp_path / "chips.yaml").write_text(f"x: {row}")
     with pytest.raises(ValueError, match=words):
         read_chips(tmp_path / "chips.yaml")
+
+
+def test_a_users_row_wins_and_the_exact_name_before_another_case(tmp_path):
+    row = "{memory_gb: %d, hbm_gbps: 1, matrix_tflops_bf16: 1}\n"
+    (tmp_path / "chips.yaml").write_text("H100: " + row % 48 + "Card: " + row % 1 + "card: " + row % 2)
+    rows = read_chips(tmp_path / "chips.yaml")
+    gb = lambda name: chip(name, rows).memory_bytes // 10**9
+    assert (gb("H100"), gb("h100"), gb("H200")) == (48, 48, 141)
+    assert (gb("Card"), gb("card")) == (1, 2)
+    assert described("h100", rows, hbm_gbps=7).memory_bytes == 48 * 10**9 and chip("H100").name == "h100"
 
 
 def test_flags_describe_or_change_a_chip():
