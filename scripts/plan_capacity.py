@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -53,6 +54,16 @@ class _Tokens(flags.ArgumentParser):
         return "int"
 
 
+class _Number(flags.FloatParser):
+    """Parses a finite number."""
+
+    def convert(self, argument) -> float:
+        value = super().convert(argument)
+        if not math.isfinite(value):
+            raise ValueError(f"{argument!r} is not a finite number")
+        return value
+
+
 flags.DEFINE_string("model", "llama-3.1-8b", f"{', '.join((*planning.PRESETS, *planning.MLA_PRESETS))}; or a path.")
 flags.DEFINE_string("device", "h100", f"{', '.join(planning.CHIPS)}; or a name of your own.")
 flags.DEFINE_integer("chips", 1, "Chips of that kind.")
@@ -66,18 +77,18 @@ flags.DEFINE_integer("num_kv_heads", None, "Another head layout of the model: MH
 flags.DEFINE(_Tokens(), "shared_tokens", "0", "Tokens of a prefix that sequences share.")
 flags.DEFINE_integer("sharers", 0, "Sequences that share one prefix; 0: all.")
 flags.DEFINE_bool("free_window_pages", False, "Free pages behind windows (jaxkv keeps them today).")
-flags.DEFINE_float("memory_fraction", 0.9, "Of the memory, for weights, activations and KV.")
-flags.DEFINE_float("activations_gib", None, "Activations of a device, measured; without it an estimate.")
-flags.DEFINE(_Tokens(), "step_tokens", "2K", "Tokens of the largest step, for that estimate.")
-flags.DEFINE_float("low_watermark_gib", 0.0, "KV kept free on each device.")
-flags.DEFINE_float("memory_gb", None, "Memory of a chip in GB, instead of the table's.")
-flags.DEFINE_float("memory_gib", None, "The same in GiB.")
-flags.DEFINE_float("hbm_gbps", None, "Bandwidth of a chip in GB/s, instead of the table's.")
-flags.DEFINE_float("tflops_bf16", None, "Dense peak of a chip in TFLOP/s, instead of the table's.")
-flags.DEFINE_string("device_file", None, "YAML file of chips: NAME: {memory_gb, hbm_gbps, matrix_tflops_bf16}.")
-flags.DEFINE_float("link_gbps", 50.0, "Bandwidth to the host in GB/s, for offload.")
-flags.DEFINE_float("kv8_extra_us", None, "Measured extra time of a decode step with 8-bit KV, in microseconds.")
-flags.DEFINE_float("kv8_cost_ratio", 0.54, "Measured cost of a cached token in 8-bit KV over that in 16-bit.")
+flags.DEFINE(_Number(), "memory_fraction", 0.9, "Of the memory, for weights, activations and KV.")
+flags.DEFINE(_Number(), "activations_gib", None, "Activations of a device, measured; without it an estimate.")
+flags.DEFINE(_Tokens(), "step_tokens", "2K", "Tokens of the largest step (vLLM: max_num_batched_tokens), for that estimate.")
+flags.DEFINE(_Number(), "low_watermark_gib", 0.0, "KV kept free on each device.")
+flags.DEFINE(_Number(), "memory_gb", None, "Memory of a chip in GB, instead of the table's.")
+flags.DEFINE(_Number(), "memory_gib", None, "The same in GiB.")
+flags.DEFINE(_Number(), "hbm_gbps", None, "Bandwidth of a chip in GB/s, instead of the table's.")
+flags.DEFINE(_Number(), "tflops_bf16", None, "Dense peak of a chip in TFLOP/s, instead of the table's.")
+flags.DEFINE_string("device_file", None, "YAML file of chips, before the table's: NAME: {memory_gb, hbm_gbps, matrix_tflops_bf16}.")
+flags.DEFINE(_Number(), "link_gbps", planning.Costs.link_gbps, "Bandwidth to the host in GB/s, for offload.")
+flags.DEFINE(_Number(), "kv8_extra_us", None, "Measured extra time of a decode step with 8-bit KV, in microseconds.")
+flags.DEFINE(_Number(), "kv8_cost_ratio", planning.Costs.kv8_cost_ratio, "Measured cost of a cached token in 8-bit KV over 16-bit.")
 flags.DEFINE_multi_string("what_if", [], "KEY=VALUE,...: what the same chips then hold.")
 flags.DEFINE_string("plan", None, "YAML plan to check; nothing else is planned.")
 flags.DEFINE_string("save_plan", None, "YAML file to write this deployment's plan to.")
@@ -89,8 +100,10 @@ flags.DEFINE_bool("json", False, "One JSON object with every figure instead of t
 def main(terminal) -> None:
     """Answers what was asked."""
     if FLAGS.plan:
+        _only("plan", "json")
         return _check_plan()
     if FLAGS.audit:
+        _only("audit", "json", "model", "device", "weights", "kv_dtype", "page_size", "num_kv_heads", "chips", "tensor_parallel")
         return _audit(terminal)
     d, costs = _deployment(), planning.Costs(FLAGS.link_gbps, FLAGS.kv8_extra_us, FLAGS.kv8_cost_ratio)
     changed = [(text, what_if.apply(d, text, _chips())) for text in FLAGS.what_if]
@@ -100,13 +113,21 @@ def main(terminal) -> None:
         planning.capacity_plan(d).write(FLAGS.save_plan)
     if FLAGS.plot:
         named = [("now", d), *changed] if changed else [(f"{d.model.name} on {d.chips} {d.chip.name}", d)]
-        plot.draw(FLAGS.plot, named)
+        if not plot.draw(FLAGS.plot, named):
+            print(f"{FLAGS.plot} is not written: nothing fits at any context, so there is nothing to draw", file=sys.stderr)
     if FLAGS.json:
         print(json.dumps(figures | {"what_if": [{"change": text} | f for text, _, f in others]}))
     elif others:
         print("\n\n\n".join(report.compare(d, figures, c, f, text) for text, c, f in others))
     else:
         print(report.describe(d, figures))
+
+
+def _only(mode: str, *taken: str) -> None:
+    """Refuses flags that have no part in what `mode` does."""
+    given = [flag.name for flag in FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.present]
+    if idle := [f"--{name}" for name in given if name not in (mode, *taken)]:
+        raise ValueError(f"{', '.join(idle)}: no part of --{mode}; leave out what it does not use")
 
 
 def _check_plan() -> None:
@@ -146,11 +167,11 @@ def _deployment() -> planning.Deployment:
 
 
 def _chips() -> dict[str, planning.Chip]:
-    return dict(planning.CHIPS) | (devices.read_chips(FLAGS.device_file) if FLAGS.device_file else {})
+    return devices.read_chips(FLAGS.device_file) if FLAGS.device_file else dict(planning.CHIPS)
 
 
 def _chip() -> planning.Chip:
-    if FLAGS.audit and FLAGS.device == "cpu" and "cpu" not in _chips():
+    if FLAGS.audit and FLAGS.device == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return planning.Chip("cpu", "cpu", memory, hbm_gbps=1, matrix_tflops_bf16=1)  # an audit tells no times
     return devices.described(

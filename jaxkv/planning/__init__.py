@@ -9,9 +9,10 @@ Nothing here touches a device. The core does not import this; the serving engine
 
 from jaxkv.planning.deployment import Deployment
 from jaxkv.planning.devices import CHIPS, Chip, chip
+from jaxkv.planning.engine_plan import capacity_plan
 from jaxkv.planning.figures import Costs, figures
 from jaxkv.planning.knobs import Knob, knobs
-from jaxkv.planning.memory import capacity_plan, device_memory, fits, max_context, max_sequences
+from jaxkv.planning.memory import device_memory, fits, max_context, max_sequences
 from jaxkv.planning.plan import CapacityPlan, PlanError
 from jaxkv.planning.presets import MLA_PRESETS, PRESETS, model_shape
 from jaxkv.planning.roofline import decode_step, prefill_seconds

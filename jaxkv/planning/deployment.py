@@ -12,11 +12,19 @@ from pallas_kernels.heads import pool_heads
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """Everything a plan depends on. `tensor_parallel` counts jax devices; chips beyond it hold replicas.
+    """Everything a plan depends on.
 
-    activations_gib: of one device, measured; None estimates it. page_size: None for the platform's.
-    sharers: how many sequences have one prefix of `shared_tokens`; 0: all of them.
+    tensor_parallel: jax devices that share one copy of the weights; None: all. Chips beyond it hold replicas.
+    context: tokens a sequence may have, prompt and answer. sequences: wanted at once on all replicas; None: as many as fit.
+    weights, kv_dtype: how they are stored. page_size: tokens; None for the platform's.
+    memory_fraction: of a device's memory, for weights, activations and KV; the rest is the runtime's.
+    activations_gib: GiB of one device, measured; None estimates it. step_tokens: of the largest step, for that estimate.
+    low_watermark_gib: GiB of KV kept free on each device.
+    shared_tokens: of a prefix; sharers: how many sequences have the same one; 0: all of them.
     free_window_pages: pages that lie behind the window of a windowed layer are given back.
+
+    Raises:
+      ValueError: a value out of its range, a prefix as long as the context, or heads that the devices cannot split evenly.
     """
 
     model: ModelShape

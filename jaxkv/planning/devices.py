@@ -62,7 +62,7 @@ _KEYS = ("platform", "memory_gb", "memory_gib", "hbm_gbps", "matrix_tflops_bf16"
 
 
 def read_chips(path: str | Path) -> dict[str, Chip]:
-    """Returns the rows of a YAML file by name, with those of the table that it does not replace by a row of the same name in any case.
+    """Returns the rows of a YAML file by name, with those of the table that it does not replace by one of that name in any case.
 
     A row is `my-card: {memory_gb: 48, hbm_gbps: 864, matrix_tflops_bf16: 181}`, with `memory_gib` instead of `memory_gb` where
     that is what one knows, and optionally `platform` (gpu) and `devices_per_chip` (1).

@@ -12,6 +12,7 @@ from jaxkv.planning.knobs import chips_for, knobs
 from jaxkv.planning.memory import (
     UNBOUNDED,
     device_memory,
+    held_sequences,
     max_context,
     max_sequences,
     mean_length_for_waste,
@@ -108,7 +109,7 @@ def _fits(d: Deployment) -> dict[str, Any]:
 
 
 def _speed(d: Deployment) -> dict[str, Any]:
-    sequences = d.sequences or max(1, max_sequences(d))
+    sequences = held_sequences(d)
     step, tp = roofline.decode_step(d, sequences), d.tp
     return {
         "decode_sequences": sequences,
@@ -134,12 +135,17 @@ def _speed(d: Deployment) -> dict[str, Any]:
 
 def _costs(d: Deployment, costs: Costs) -> dict[str, Any]:
     saved = roofline.kv8_saved_s_per_token(d, costs.kv8_cost_ratio)
+    stored = roofline.kv8_stored_ratio(d)
+    source = "published" if costs.kv8_cost_ratio == Costs.kv8_cost_ratio else "given"
     extra = costs.kv8_extra_us
+    even = roofline.kv8_break_even_tokens(extra / 1e6, saved) if extra is not None and saved else None
     move = roofline.offload(d, costs.link_gbps)
     return {
+        "kv8_cost_fraction": max(costs.kv8_cost_ratio, stored),
+        "kv8_cost_source": "stored" if stored > costs.kv8_cost_ratio else source,
         "kv8_saved_ns_per_token_per_step": saved * 1e9,
         "kv8_extra_us_per_step": extra,
-        "kv8_break_even_tokens_per_step": None if extra is None else roofline.kv8_break_even_tokens(extra / 1e6, saved),
+        "kv8_break_even_tokens_per_step": even,
         "link_gbps": costs.link_gbps,
         "offload_restore_ms": move.restore_s * 1e3,
         "offload_recompute_lower_bound_ms": move.recompute_s * 1e3,

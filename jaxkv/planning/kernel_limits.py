@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.planning.deployment import Deployment
-from jaxkv.planning.memory import pages_of
+from jaxkv.planning.memory import layer_page_bytes, pool_bytes
 from pallas_kernels import DEVICES, check_implementation, default_device, pool_heads
 from pallas_kernels.devices import DeviceSpec
 
@@ -22,7 +22,7 @@ def refusal(d: Deployment, sequences: int) -> str | None:
         return None
     heads, dim = pool_heads(d.kv_heads_per_device, d.model.head_dim, d.chip.platform)
     each = -(-sequences // d.replicas)
-    pages = each * pages_of(d.change(free_window_pages=False), d.context)[0] + d.model.num_layers
+    pages = pool_bytes(d.change(free_window_pages=False), each, d.context) // layer_page_bytes(d) + d.model.num_layers
     k_pages = jax.ShapeDtypeStruct((pages, heads, d.P, dim), jnp.dtype(d.kv_dtype))
     try:
         check_implementation(k_pages, device=kernel_device(d))

@@ -16,16 +16,15 @@ from collections.abc import Callable
 from jaxkv.buckets import CHUNK_TOKENS
 from jaxkv.io.source import expected_shapes
 from jaxkv.planning.deployment import Deployment
-from jaxkv.planning.plan import CapacityPlan
 from jaxkv.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
-from jaxkv.planning.units import GIB, gib
+from jaxkv.planning.units import GIB
 from pallas_kernels.heads import LANES, pool_heads, scales_shape
 
-_GPU_NEW_KV_COPIES = (
-    4  # Llama 3.1 8B on an H200 (XLA of jax 0.10.2): 2.17 GB of them for 2,048 tokens, 69 MB for each of few layers
-)
+# Of the new keys and values in f32. Llama 3.1 8B, 2,048 tokens of prompts, by the compilers of jax 0.10.2: temporaries of 1.00 GiB
+# on a v6e, two copies of the 0.50 GiB of its 32 layers; with 16 layers 0.75 GiB on a v5e, three; 2.02 GiB on an H200, four (69 MB
+# for each of few layers, so there the widest layer comes on top). A decode step of 8 rows takes 0.04 GiB on a v6e.
+_TPU_NEW_KV_COPIES, _GPU_NEW_KV_COPIES = 3, 4
 _SAMPLING_PASSES = 10  # [rows, vocabulary] arrays in f32 or i32 of a decode step, logits among them
-_DECODE_ROWS = 64  # sequences of a decode step where nobody asked for a number
 _INT8_GROUP = 32  # int8 columns that share a scale on CPU
 UNBOUNDED = 1 << 40  # the answer where memory sets no limit, as where every layer forgets what is behind its window
 
@@ -41,11 +40,11 @@ class DeviceMemory:
     kv_budget_bytes: int
 
 
-def device_memory(d: Deployment) -> DeviceMemory:
-    """Returns how the memory of each device is divided."""
+def device_memory(d: Deployment, sequences: int | None = None) -> DeviceMemory:
+    """Returns how the memory of each device is divided with so many sequences on all replicas: without a number, those it holds."""
     memory = d.chip.memory_bytes // d.chip.devices_per_chip
     runtime = memory - int(memory * d.memory_fraction) + null_pages_bytes(d)
-    weights, activations = weights_bytes(d), activations_bytes(d)
+    weights, activations = weights_bytes(d), activations_bytes(d, _each(d, sequences or held_sequences(d)))
     return DeviceMemory(memory, weights, activations, runtime, memory - weights - activations - runtime)
 
 
@@ -86,14 +85,13 @@ def _bytes_a_weight(weights: str, platform: str, columns: int, is_expert: bool =
     return bytes_read_a_weight(weights, platform, columns) + (2 if has_second else 0)
 
 
-def activations_bytes(d: Deployment) -> int:
-    """Returns the working set of the larger of two steps, given or estimated: a prefill of `step_tokens`, and a decode step of the
-    sequences asked for (64 where none were).
+def activations_bytes(d: Deployment, rows: int) -> int:
+    """Returns the working set of a device, given or estimated: of a prefill of `step_tokens` or a decode step of `rows` sequences
+    of a replica, whichever needs more.
     """
     if d.activations_gib is not None:
         return round(d.activations_gib * GIB)
     prompts = -(-d.step_tokens // CHUNK_TOKENS)
-    rows = -(-d.sequences // d.replicas) if d.sequences else _DECODE_ROWS
     return max(step_bytes(d, prompts, -(-d.step_tokens // prompts)), step_bytes(d, rows, 1))
 
 
@@ -118,7 +116,7 @@ def step_bytes(d: Deployment, rows: int, new_tokens: int) -> int:
     layer = T * (max(gated, attention) + (2 * 4 + operand) * m.model_dim)
     logits = (_SAMPLING_PASSES if new_tokens == 1 else 2) * 4 * rows * m.vocab_size // d.tp
     if d.chip.platform == "tpu":
-        return max(new_kv + layer, (2 if d.kv_heads_per_device == 1 else 3) * new_kv) + logits
+        return max(new_kv + layer, (2 if d.kv_heads_per_device == 1 else _TPU_NEW_KV_COPIES) * new_kv) + logits
     return _GPU_NEW_KV_COPIES * new_kv + layer + logits
 
 
@@ -169,14 +167,25 @@ def pool_bytes(d: Deployment, sequences: int, tokens: int) -> int:
 
 
 def fits(d: Deployment, sequences: int, tokens: int) -> bool:
-    """Whether so many sequences of so many tokens fit on all replicas together."""
-    each = -(-sequences // d.replicas)
-    return pool_bytes(d, each, tokens) + round(d.low_watermark_gib * GIB) <= device_memory(d).kv_budget_bytes
+    """Whether so many sequences of so many tokens fit on all replicas together, with the activations of a step of so many."""
+    kv = pool_bytes(d, _each(d, sequences), tokens) + round(d.low_watermark_gib * GIB)
+    return kv <= device_memory(d, sequences).kv_budget_bytes
+
+
+def _each(d: Deployment, sequences: int) -> int:
+    """Sequences of the fullest replica."""
+    return -(-sequences // d.replicas)
 
 
 def max_sequences(d: Deployment, tokens: int | None = None) -> int:
-    """Returns how many sequences of `tokens` (the context) fit on all replicas together."""
+    """Returns how many sequences of `tokens` (the context) fit on all replicas together, however many are asked for."""
     return d.replicas * _largest(lambda n: fits(d, n * d.replicas, tokens or d.context))
+
+
+def held_sequences(d: Deployment) -> int:
+    """Returns the sequences asked for, or as many of them as fit; 1 where none does."""
+    most = max_sequences(d)
+    return min(d.sequences or most, most) or 1
 
 
 def max_context(d: Deployment, sequences: int | None = None) -> int:
@@ -206,30 +215,3 @@ def mean_length_for_waste(page_size: int, fraction: float) -> float:
     """Returns the mean length above which pages waste less than `fraction` of what they take."""
     mean = waste_tokens(page_size)[1]
     return mean / fraction - mean
-
-
-def capacity_plan(d: Deployment) -> CapacityPlan:
-    """Returns the plan of one device that admits what is asked, or all that fits.
-
-    Raises:
-      ValueError: not one sequence fits, or fewer than asked.
-    """
-    memory, most = device_memory(d), max_sequences(d)
-    wanted = d.sequences or most
-    if wanted > most or not most:
-        raise ValueError(
-            f"{wanted or 1} sequences of {d.context} tokens do not fit on {d.chips} {d.chip.name}: {most} do, and at {wanted or 1}"
-            f" the longest context is {max_context(d, wanted or 1)} tokens"
-        )
-    each = -(-wanted // d.replicas)
-    return CapacityPlan(
-        memory_gib=gib(memory.memory_bytes),
-        weights_gib=gib(memory.weights_bytes),
-        activations_gib=gib(memory.activations_bytes),
-        runtime_and_fragmentation_gib=gib(memory.runtime_bytes),
-        kv_budget_gib=gib(memory.kv_budget_bytes),
-        max_context_tokens=d.context,
-        max_active_sequences=each,
-        reserve_per_sequence_gib=gib(pool_bytes(d, each, d.context) / each),
-        low_watermark_gib=d.low_watermark_gib,
-    ).check()

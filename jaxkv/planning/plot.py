@@ -12,8 +12,10 @@ from jaxkv.planning.shapes import KV_BYTES
 _CONTEXTS = tuple(2**i for i in range(10, 21))
 
 
-def draw(path: str | Path, deployments: Sequence[tuple[str, Deployment]]) -> None:
+def draw(path: str | Path, deployments: Sequence[tuple[str, Deployment]]) -> bool:
     """Draws how many sequences fit at each context, for (what to call it, deployment); with int8 KV dashed, the context asked for marked.
+
+    Returns whether there was anything to draw; without, no file is written.
 
     Raises:
       ValueError: matplotlib is not there.
@@ -28,14 +30,18 @@ def draw(path: str | Path, deployments: Sequence[tuple[str, Deployment]]) -> Non
     figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
     colours: dict[Deployment, str] = {}
     for what, d in deployments:
-        same = d.change(context=UNBOUNDED)  # deployments that differ by their context share a curve
+        same = d.change(context=UNBOUNDED, sequences=None)  # deployments that differ by what is asked for share a curve
         if same not in colours:
             colours[same] = f"C{len(colours)}"
-            axes.plot(*_curve(d), color=colours[same], marker=".", label=f"{what}, KV {d.kv_dtype}")
-            if KV_BYTES[d.kv_dtype] > 1:
-                axes.plot(*_curve(d.change(kv_dtype="int8")), color=colours[same], ls="--", label=f"{what}, KV int8")
+            dtypes = dict.fromkeys([d.kv_dtype, "int8" if KV_BYTES[d.kv_dtype] > 1 else d.kv_dtype])
+            for kv_dtype, style in zip(dtypes, (".-", "--"), strict=False):
+                if points := _curve(d.change(kv_dtype=kv_dtype)):
+                    axes.plot(*zip(*points, strict=True), style, color=colours[same], label=f"{what}, KV {kv_dtype}")
         if n := max_sequences(d):
             axes.plot(d.context, n, color=colours[same], marker="o", markersize=9, fillstyle="none")
+    if not axes.lines:
+        pyplot.close(figure)
+        return False
     axes.set(xlabel="context (tokens)", ylabel="sequences that fit", xscale="log", yscale="log")
     axes.set_xticks(_CONTEXTS, [f"{x // 1024}K" for x in _CONTEXTS])
     axes.minorticks_off()
@@ -43,10 +49,10 @@ def draw(path: str | Path, deployments: Sequence[tuple[str, Deployment]]) -> Non
     figure.legend(fontsize=8, loc="outside lower center")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+    return True
 
 
-def _curve(d: Deployment) -> tuple[list[int], list[int]]:
-    """The contexts that memory limits, and the sequences that fit at each."""
+def _curve(d: Deployment) -> list[tuple[int, int]]:
+    """The contexts that memory limits, each with the sequences that fit."""
     points = [(tokens, max_sequences(d, tokens)) for tokens in _CONTEXTS]
-    points = [(tokens, n) for tokens, n in points if 0 < n < UNBOUNDED]
-    return [tokens for tokens, _ in points], [n for _, n in points]
+    return [(tokens, n) for tokens, n in points if 0 < n < UNBOUNDED]

@@ -65,7 +65,11 @@ def model_shape(name: str) -> ModelShape:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
-        return shape_of(config_from_hf(read_object(path), str(path)), path.parent.name or str(path))
+        given = read_object(path)
+        if given.get("model_type") == "deepseek_v3":
+            raise ValueError(f"{path}: jaxkv does not run deepseek_v3; its shape is the preset deepseek-v3")
+        known_by = path.parent.name if path.name == "config.json" else path.stem
+        return shape_of(config_from_hf(given, str(path)), known_by or str(path))
     names = (*PRESETS, *MLA_PRESETS)
     near = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}? If not, " if near else ""

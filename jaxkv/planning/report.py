@@ -31,7 +31,8 @@ def _title(d: Deployment) -> list[str]:
 
 def _memory(d: Deployment, f: Figures) -> list[str]:
     params = f"{d.model.num_params:,} parameters" + (f" over {d.tp} devices" if d.tp > 1 else "")
-    estimate = "given" if d.activations_gib is not None else f"estimated for steps of {d.step_tokens:,} tokens; --activations_gib"
+    steps = f"{d.step_tokens:,} tokens or {_count(f['decode_sequences_per_replica'])}"
+    estimate = "given" if d.activations_gib is not None else f"estimated for steps of {steps}; --activations_gib"
     notes = {
         "weights": params,
         "activations": estimate,
@@ -119,19 +120,21 @@ def _shared(d: Deployment) -> str:
 def _decode(d: Deployment, f: Figures) -> list[str]:
     ridge, rows = f["ridge_flop_per_byte"], f["weights_compute_bound_sequences_per_replica"]
     each = " a replica" if d.replicas > 1 else ""
-    bound = lambda intensity: "arithmetic" if intensity > ridge else "bandwidth"
-    weights = f"  weights       {f['weights_flop_per_byte']:,.1f} FLOP/byte: bound by {bound(f['weights_flop_per_byte'])}"
+    bound = lambda intensity: "compute-bound" if intensity > ridge else "bandwidth-bound"
+    weights = f"  weights       {f['weights_flop_per_byte']:,.1f} FLOP/byte: {bound(f['weights_flop_per_byte'])}"
     if d.model.num_experts == 1:
-        weights += f", from {rows:,.0f} sequences{each} on by arithmetic" if f["weights_flop_per_byte"] <= ridge else ""
+        weights += f", compute-bound from {rows:,.0f} sequences{each} on" if f["weights_flop_per_byte"] <= ridge else ""
+    overlap = f["tpot_weights_lower_bound_ms"] + f["tpot_attention_lower_bound_ms"] > f["tpot_lower_bound_ms"] * (1 + 1e-9)
     attention = f["attention_flop_per_byte"]
     lines = [
-        f"A decode step of {_count(f['decode_sequences_per_replica'])}{each} (ridge {ridge:,.0f} FLOP/byte)",
+        f"A decode step of {_count(f['decode_sequences_per_replica'])}{each}{_held(f)} (ridge {ridge:,.0f} FLOP/byte)",
         f"  traffic       weights {f['decode_weights_gib']:,.2f} GiB, KV {f['decode_kv_gib']:,.2f} GiB:"
         f" {f['decode_kv_traffic_fraction']:.1%} is KV",
         weights,
-        f"  attention     {_short(attention)} FLOP/byte however many sequences: bound by {bound(attention)}",
+        f"  attention     {_short(attention)} FLOP/byte however many sequences: {bound(attention)}",
         f"  TPOT          at least {ms(f['tpot_lower_bound_ms'] / 1e3)}: weights {ms(f['tpot_weights_lower_bound_ms'] / 1e3)}, attention"
-        f" {ms(f['tpot_attention_lower_bound_ms'] / 1e3)}; at most {f['decode_tokens_per_s_upper_bound']:,.0f} tokens/s in all",
+        f" {ms(f['tpot_attention_lower_bound_ms'] / 1e3)}{', which may overlap' if overlap else ''}; at most"
+        f" {f['decode_tokens_per_s_upper_bound']:,.0f} tokens/s in all",
     ]
     if d.model.num_experts > 1:
         lines[1] += f" (of {d.model.num_experts} experts a layer, those that {_count(f['decode_sequences_per_replica'])} reach)"
@@ -140,6 +143,13 @@ def _decode(d: Deployment, f: Figures) -> list[str]:
             f"                ({f['decode_lookup_table_gib']:.2f} GiB are a table to look rows up in: no part of the times)"
         )
     return lines
+
+
+def _held(f: Figures) -> str:
+    """What the sequences of the decode step are, where they are not those asked for."""
+    if f["requested_fits"]:
+        return ""
+    return ", as many as fit" if f["max_sequences"] else ", which does not fit"
 
 
 def _prefill(d: Deployment, f: Figures) -> list[str]:
@@ -155,7 +165,10 @@ def _prefill(d: Deployment, f: Figures) -> list[str]:
 
 def _eight_bits(d: Deployment, f: Figures) -> list[str]:
     saved, extra = f["kv8_saved_ns_per_token_per_step"], f["kv8_extra_us_per_step"]
-    lines = ["8-bit KV", f"  saves         {saved:.2f} ns a step for every cached token it reads"]
+    cost = f"at {f['kv8_cost_fraction']:.0%} of the 16-bit cost ({f['kv8_cost_source']})"
+    lines = ["8-bit KV", f"  saves         {saved:.2f} ns a step for every cached token it reads, {cost}"]
+    if not saved:
+        return [*lines, "  breaks even   never: it is stored in no fewer bytes"]
     if extra is None:
         lines += [
             "  breaks even   where that makes up for its extra time a step: measure it and give --kv8_extra_us",
@@ -208,12 +221,15 @@ _ROWS = (
     ("tokens/s in all, at most", "decode_tokens_per_s_upper_bound", "", ",.0f"),
 )
 
+_DECODE = ("decode_kv_traffic_fraction", "tpot_lower_bound_ms", "decode_tokens_per_s_upper_bound")
+
 
 def _sides(f: Figures, g: Figures) -> list[str]:
     lines = [f"{'':32}{'now':>12}{'then':>12}"]
     for label, key, unit, form in _ROWS:
-        lines.append(f"  {label:30}{format(f[key], form):>12}{format(g[key], form):>12}  {unit}".rstrip())
-    lines.append("Decode figures are of all the sequences that fit, or of those asked for.")
+        now, then = (format(side[key], form) if side["max_sequences"] or key not in _DECODE else "-" for side in (f, g))
+        lines.append(f"  {label:30}{now:>12}{then:>12}  {unit}".rstrip())
+    lines.append("Decode figures are of the sequences asked for, or of as many as fit.")
     return lines
 
 

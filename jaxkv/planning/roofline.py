@@ -1,7 +1,8 @@
 """How fast it can be at best: what a step reads and computes against what the chips can do.
 
-Lower bounds: peak arithmetic and full bandwidth, nothing else counted: no communication, no launch, no sampling. A product is bound
-by memory below the ridge of the chip (FLOP per byte). Weights and attention are told apart, because batching helps only the first:
+Lower bounds: peak arithmetic and full bandwidth, nothing else counted: no communication, no launch, no sampling. A product is
+bandwidth-bound below the ridge of the chip (FLOP per byte), compute-bound above. Weights and attention are told apart, because
+batching helps only the first:
 
     weights      2 FLOP a weight and row: B FLOP/byte with 16-bit weights, so above the ridge from B = ridge on
     attention    4 * N * H FLOP a key: G = N / K FLOP/byte with 16-bit KV, 2 * G with 8-bit KV, whatever B is
@@ -10,9 +11,10 @@ by memory below the ridge of the chip (FLOP per byte). Weights and attention are
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jaxkv.planning.deployment import Deployment
-from jaxkv.planning.memory import bytes_read_a_weight, layer_page_bytes
+from jaxkv.planning.memory import bytes_read_a_weight, layer_page_bytes, pool_bytes
 from jaxkv.planning.shapes import KV_BYTES
 
 # "The State of FP8 KV-Cache and Attention Quantization in vLLM" (2026), Llama 3.1 8B: what a cached token costs a decode step with
@@ -32,18 +34,14 @@ class DecodeStep:
     attention_flop: float
     weights_flop_per_byte: float
     attention_flop_per_byte: float  # of the values alone
-    weights_s: float
-    attention_s: float
+    weights_s: float  # the least time of the weights' products alone
+    attention_s: float  # and of attention alone
+    seconds: float  # of both: where one waits for memory and the other for arithmetic they may overlap
 
     @property
     def kv_fraction(self) -> float:
         """The part of the traffic that is KV."""
         return self.kv_bytes / (self.kv_bytes + self.weights_bytes)
-
-    @property
-    def seconds(self) -> float:
-        """The least time of the step: weights, then attention."""
-        return self.weights_s + self.attention_s
 
 
 def attended_tokens(d: Deployment, tokens: int) -> int:
@@ -60,8 +58,8 @@ def decode_step(d: Deployment, sequences: int, tokens: int | None = None) -> Dec
     kv = rows * seen * layer_page_bytes(d) / d.P * d.tp
     flop = 2 * rows * (m.active_body_params + m.head_params + copies)
     attention_flop = rows * seen * m.decode_flop_per_key
-    bytes_per_s, flop_per_s = d.chip.hbm_gbps * 1e9 * d.tp, d.chip.matrix_tflops_bf16 * 1e12 * d.tp
-    per_device = d.chip.devices_per_chip
+    chips = d.tp / d.chip.devices_per_chip
+    least = lambda size, work: max(size / (d.chip.hbm_gbps * 1e9), work / (d.chip.matrix_tflops_bf16 * 1e12)) / chips
     return DecodeStep(
         rows=rows,
         weights_bytes=read + lookup,
@@ -71,13 +69,14 @@ def decode_step(d: Deployment, sequences: int, tokens: int | None = None) -> Dec
         attention_flop=attention_flop,
         weights_flop_per_byte=flop / read,
         attention_flop_per_byte=m.decode_flop_per_key / (m.kv_elements_per_token_and_layer * KV_BYTES[d.kv_dtype] * d.kv_copies),
-        weights_s=max(read / bytes_per_s, flop / flop_per_s) * per_device,
-        attention_s=max(kv / bytes_per_s, attention_flop / flop_per_s) * per_device,
+        weights_s=least(read, flop),
+        attention_s=least(kv, attention_flop),
+        seconds=least(read + kv, flop + attention_flop),
     )
 
 
 def compute_bound_rows(d: Deployment) -> float:
-    """Returns the rows a replica from which the products with dense weights are bound by arithmetic: the ridge, for 16-bit weights."""
+    """Returns the rows a replica from which the products with dense weights are compute-bound: the ridge, for 16-bit weights."""
     return d.chip.ridge_flop_per_byte * _bytes_a_weight(d) / 2
 
 
@@ -105,26 +104,34 @@ def _pairs(tokens: int, window: int) -> int:
 
 def kv8_break_even_tokens(extra_s_per_step: float, saved_s_per_token: float) -> float:
     """Returns the cached tokens a step must read for 8-bit KV to pay: extra fixed time a step / time saved a token."""
-    if extra_s_per_step < 0 or saved_s_per_token <= 0:
+    if not 0 <= extra_s_per_step < math.inf or not saved_s_per_token > 0:
         raise ValueError(
             f"{extra_s_per_step=} must be 0 or more and {saved_s_per_token=} positive: 8-bit KV that saves nothing never pays"
         )
     return extra_s_per_step / saved_s_per_token
 
 
+def kv8_stored_ratio(d: Deployment) -> float:
+    """Returns what a token is stored in with 8-bit KV, scales and lanes included, over that with 16-bit KV."""
+    return layer_page_bytes(d.change(kv_dtype="int8")) / layer_page_bytes(d.change(kv_dtype="bfloat16"))
+
+
 def kv8_saved_s_per_token(d: Deployment, cost_ratio: float = PUBLISHED_KV8_COST_RATIO) -> float:
-    """Returns the time one cached token less costs a step: its 16-bit bytes at full bandwidth, times 1 - cost_ratio."""
+    """Returns the time one cached token less costs a step: its 16-bit bytes at full bandwidth, times 1 - cost_ratio.
+
+    A cost below that of the bytes stored cannot be: then it is those; and 0 where 8-bit KV takes no fewer.
+    """
     if not 0 < cost_ratio < 1:
         raise ValueError(f"kv8_cost_ratio must lie between 0 and 1, got {cost_ratio}: at 1 or more 8-bit KV never pays")
     plain = d.change(kv_dtype="bfloat16")
     layers = attended_tokens(d, d.context) / d.context
     seconds = layers * layer_page_bytes(plain) / d.P * d.chip.devices_per_chip / (d.chip.hbm_gbps * 1e9)
-    return seconds * (1 - cost_ratio)
+    return seconds * (1 - min(1, max(cost_ratio, kv8_stored_ratio(d))))
 
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """Bringing a sequence's KV back over a link, against computing it again."""
+    """Bringing a sequence's KV back over a link as it is stored, against computing it again."""
 
     restore_s: float
     recompute_s: float
@@ -138,8 +145,8 @@ class Offload:
 
 def offload(d: Deployment, link_gbps: float) -> Offload:
     """Returns the times for one sequence of the context; `link_gbps` (10^9 bytes/s) is of all of a replica's links together."""
-    if not link_gbps > 0:
+    if not 0 < link_gbps < math.inf:
         raise ValueError(f"link_gbps must be positive, got {link_gbps}")
-    stored = d.context * d.model.kv_bytes_per_token(d.kv_dtype)
+    stored = pool_bytes(d, 1, d.context) * d.tp
     recompute = prefill_seconds(d)
     return Offload(stored / (link_gbps * 1e9), recompute, stored / recompute / 1e9)

@@ -56,10 +56,6 @@ class ModelShape:
         """Returns 2 * L * K * H * bytes per element: the values alone, once, without padding or scales."""
         return self.num_layers * self.kv_elements_per_token_and_layer * KV_BYTES[kv_dtype]
 
-    def weight_bytes(self, weights: str) -> int:
-        """Returns the bytes of all weights' numbers, once."""
-        return self.num_params * WEIGHT_BYTES[weights]
-
     @property
     def head_params(self) -> int:
         """Weights of the product that gives logits; as many as the table of embeddings."""

@@ -1,13 +1,16 @@
 """What fits: properties over many deployments, page bytes against real pools, splits, and user errors."""
 
+import dataclasses
 import math
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxkv.kv.state import default_page_size, empty_pools
-from jaxkv.planning import CHIPS, PRESETS, Costs, Deployment, capacity_plan, chip, figures, knobs, model_shape, what_if
+from jaxkv.planning import CHIPS, PRESETS, Costs, Deployment, capacity_plan, chip, figures, knobs, model_shape, report, what_if
 from jaxkv.planning.deployment import can_split
 from jaxkv.planning.devices import Chip
 from jaxkv.planning.kernel_limits import refusal
@@ -20,6 +23,7 @@ from jaxkv.planning.memory import (
     max_context,
     max_sequences,
     pool_bytes,
+    step_bytes,
     weights_bytes,
 )
 from jaxkv.planning.roofline import attended_tokens, decode_step, prefill_seconds
@@ -48,6 +52,7 @@ def deployments(draw, chips=CHIPS):
         weights=draw(st.sampled_from(["bfloat16", "int8"])),
         kv_dtype=draw(st.sampled_from(list(KV_BYTES))),
         page_size=draw(st.sampled_from([None, 16, 128])),
+        sequences=draw(st.none() | st.integers(1, 5000)),
         memory_fraction=draw(st.floats(0.5, 1)),
         activations_gib=draw(st.none() | st.floats(0, 8)),
         low_watermark_gib=draw(st.floats(0, 2)),
@@ -76,6 +81,7 @@ def test_the_parts_are_the_memory_in_both_units(d):
 def test_the_boundary_fits_and_one_more_does_not(d):
     most = max_sequences(d)
     assert most % d.replicas == 0
+    assert most == max_sequences(d.change(sequences=None)) == max_sequences(d.change(sequences=most or None))
     if most < UNBOUNDED:
         assert (not most or fits(d, most, d.context)) and not fits(d, most + 1, d.context)
     longest = max_context(d, 3)
@@ -114,13 +120,63 @@ def test_sharing_freeing_and_smaller_values_never_take_more(d):
 @some
 @given(deployments())
 def test_a_plan_of_what_fits_adds_up_and_admits_just_that(d):
+    d = d.change(free_window_pages=False, page_size=None, kv_dtype="bfloat16")
     most = max_sequences(d)
-    assume(0 < most < UNBOUNDED)
+    wanted = d.sequences or most
+    assume(0 < wanted <= most and d.model.config is not None)
     plan = capacity_plan(d).check()
-    assert plan.max_active_sequences * d.replicas == most
-    assert plan.unassigned_gib == pytest.approx(0, abs=1e-6)
+    assert plan.max_active_sequences == -(-wanted // d.replicas)
+    assert plan.largest_active_sequences * d.replicas <= most
     if not d.shared_tokens:  # a shared prefix is spread over the reserves of those who share it
-        assert plan.largest_active_sequences == plan.max_active_sequences
+        assert plan.largest_active_sequences * d.replicas == most
+        assert d.activations_gib is None or plan.unassigned_gib == pytest.approx(0, abs=1e-6)
+
+
+def test_sequences_count_with_the_activations_of_their_own_steps():
+    d = Deployment(SHAPES["gemma-3-1b"], chip("h100"), context=1024)
+    logits = 10 * 4 * 262_144  # bytes a row of sampling's arrays
+    assert device_memory(d, 1841).activations_bytes - device_memory(d, 1840).activations_bytes > logits
+    assert max_sequences(d) == 1840 and max_sequences(d.change(sequences=2542)) == 1840
+    assert max_sequences(d.change(activations_gib=0)) > 2500
+    assert device_memory(d) == device_memory(d, 1840) == device_memory(d.change(sequences=2542))  # of what is held
+    plan = capacity_plan(d)
+    assert plan.largest_active_sequences == 1840 and fits(d, 1840, 1024) and not fits(d, 1841, 1024)
+
+
+def test_decode_figures_are_of_rows_that_fit():
+    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"), context=32_768)
+    asked = lambda n: figures(d.change(sequences=n), Costs())
+    assert [asked(n)["decode_sequences"] for n in (5, 12, 32, None)] == [5, 12, 12, 12]
+    assert asked(32)["tpot_lower_bound_ms"] == asked(12)["tpot_lower_bound_ms"]
+    assert "A decode step of 12 sequences, as many as fit (" in report.describe(d.change(sequences=32), asked(32))
+    none = d.change(model=model_shape("llama-3.1-405b"))
+    f = figures(none, Costs())
+    assert "A decode step of 1 sequence, which does not fit (" in report.describe(none, f)
+    told = report.compare(d, asked(None), none, f, "model=llama-3.1-405b")
+    assert re.search(r"TPOT, at least +19\.9 +-  ms\n  tokens/s in all, at most +604 +-\n", told)
+
+
+def test_8_bit_kv_that_saves_nothing_never_breaks_even():
+    config = dataclasses.replace(SHAPES["llama-3.1-8b"].config, num_kv_heads=1, head_dim=32)
+    d = Deployment(shape_of(config, "small"), chip("h100"))
+    f = figures(d, Costs(kv8_extra_us=100))
+    assert (f["kv8_cost_fraction"], f["kv8_cost_source"], f["kv8_break_even_tokens_per_step"]) == (1, "stored", None)
+    assert "breaks even   never" in report.describe(d, f)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"model": SHAPES["deepseek-v3"]}, "jaxkv does not run deepseek-v3, .*: choose another model"),
+        ({"free_window_pages": True}, "keeps pages behind windows, .*: leave out free_window_pages"),
+        ({"page_size": 24}, "the kernels of v5p take no such pool: page_size 24 .*; change page_size or kv_dtype"),
+    ],
+)
+def test_a_plan_that_the_engine_cannot_hold_is_refused(options, words):
+    d = Deployment(SHAPES["gemma-3-1b"], chip("v5p"), chips=8, tensor_parallel=4)
+    assert capacity_plan(d)
+    with pytest.raises(ValueError, match=words):
+        capacity_plan(d.change(**options, tensor_parallel=8 if "model" in options else 4, weights="int8"))
 
 
 @some
@@ -136,8 +192,6 @@ def test_knobs_gain_what_they_say(d):
 @pytest.mark.parametrize("kv_dtype", KV_BYTES)
 @pytest.mark.parametrize("K, H", [(1, 64), (4, 64), (2, 80), (1, 256), (8, 128)])
 def test_page_bytes_are_those_of_a_real_pool(platform, kv_dtype, K, H):
-    import dataclasses
-
     config = dataclasses.replace(
         model_shape("gemma-3-1b").config,
         num_layers=2,
@@ -188,6 +242,9 @@ def test_the_fewest_chips_for_a_wish():
     assert (chips, tp) == (4, 4) and fits(d.change(chips=4), 1, d.context) and not fits(d.change(chips=2), 1, d.context)
     chips, tp = chips_for(d, 500)
     assert fits(d.change(chips=chips, tensor_parallel=tp), 500, d.context)
+    gemma = Deployment(SHAPES["gemma-3-1b"], chip("h100"), sequences=2000)
+    assert chips_for(gemma, 2000) == (7, 1)  # each replica has the activations of its own rows
+    assert [max_sequences(gemma.change(chips=n, tensor_parallel=1)) for n in (6, 7)] == [6 * 305, 7 * 305]
     tiny = Chip("tiny", "gpu", 1000, 1, 1)
     assert chips_for(d.change(chip=tiny), 1) is None
 
@@ -208,7 +265,20 @@ def test_a_decode_step_is_no_faster_than_any_part_of_it():
         assert all(x.seconds <= y.seconds for x, y in zip(steps, steps[1:], strict=False)), name
         for B, step in zip((1, 8, 64, 512), steps, strict=True):
             assert step.weights_s >= 2 * B * (shape.active_body_params + shape.head_params) / 989e12
-            assert step.weights_bytes <= shape.weight_bytes("bfloat16") * (1 + 1e-12)
+            assert step.weights_bytes <= 2 * shape.num_params * (1 + 1e-12)
+            assert max(step.weights_s, step.attention_s) <= step.seconds <= (step.weights_s + step.attention_s) * (1 + 1e-12)
+
+
+def test_a_decode_step_is_bound_by_all_its_bytes_or_all_its_arithmetic():
+    """Both parts bandwidth-bound: their sum. Weights compute-bound and attention not: all bytes at full bandwidth here."""
+    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"))
+    both = decode_step(d, 32)
+    assert both.seconds == pytest.approx(both.weights_s + both.attention_s)
+    one = decode_step(d, 1024, 1024)
+    read = one.weights_bytes - one.lookup_bytes
+    assert one.weights_s == pytest.approx(one.weights_flop / 989e12) and one.weights_s > read / 3350e9
+    assert one.seconds == pytest.approx((read + one.kv_bytes) / 3350e9)
+    assert one.seconds < 0.95 * (one.weights_s + one.attention_s)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +339,6 @@ def test_what_if_changes_what_it_names():
 
 
 def test_models_come_by_name_folder_or_file(tmp_path):
-    from pathlib import Path
-
     tiny = Path(__file__).parents[1] / "data" / "hf_tiny" / "qwen3_moe"
     assert model_shape(str(tiny)) == model_shape(str(tiny / "config.json"))
     assert model_shape(str(tiny)).num_experts > 1
@@ -279,17 +347,29 @@ def test_models_come_by_name_folder_or_file(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(ValueError, match="'mamba' is not supported"):
         model_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(ValueError, match="does not run deepseek_v3; its shape is the preset deepseek-v3"):
+        model_shape(str(tmp_path))
+    (tmp_path / "gemma27.json").write_text((tiny / "config.json").read_text())
+    assert (model_shape(str(tmp_path / "gemma27.json")).name, model_shape(str(tiny)).name) == ("gemma27", "qwen3_moe")
     with pytest.raises(ValueError, match="does not apply to deepseek-v3"):
         SHAPES["deepseek-v3"].with_kv_heads(4)
 
 
 def test_presets_are_about_fifteen_and_all_plan():
     assert len(PRESETS) >= 15
-    for name in PRESETS:
-        assert (
-            max_sequences(Deployment(model_shape(name), chip("b200"), chips=8, tensor_parallel=1, weights="int8", context=1024))
-            >= 0
-        )
+    needed = {name: chips_for(Deployment(model_shape(name), chip("b200"), weights="int8", context=1024), 1) for name in PRESETS}
+    assert {name: chips for name, chips in needed.items() if chips != (1, 1)} == {"llama-3.1-405b": (4, 4)}  # 406 GB on 180 GB each
+
+
+def test_the_page_says_what_activations_are_made_of():
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    (paragraph,) = re.findall(r"^The estimate of activations comes from .*?\n\n", page, re.M | re.S)
+    new_kv, layer, logits = 4 * 2048 * 2 * 32 * 8 * 128, 2048 * 10 * (14_336 + 4096), 2 * 4 * 4 * 128_256
+    assert re.findall(r"([\d.]+)\sGiB", paragraph) == [f"{size / GIB:.2f}" for size in (new_kv, layer)]
+    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"))
+    assert step_bytes(d, 4, 512) == 4 * new_kv + layer + logits
+    assert step_bytes(d.change(chip=chip("v6e")), 4, 512) == 3 * new_kv + logits
 
 
 def test_a_pool_that_kernels_refuse_is_told_in_their_words():
