@@ -55,37 +55,56 @@ flags.DEFINE_bool("json", False, "One JSON object on stdout instead of Markdown.
 
 def main(terminal) -> None:
     """Measures, tells, writes."""
-    if bool(FLAGS.shape) != bool(FLAGS.num_kv_heads):
-        raise ValueError("--shape=NAME and --num_kv_heads=32,8,1 go together: a shape, and the layouts of it to compare")
-    if FLAGS.num_layers and not FLAGS.shape:
-        raise ValueError("--num_layers is of a --shape: models are compared whole")
-    other = json.loads(Path(FLAGS.against).read_text(encoding="utf-8")) if FLAGS.against else None
+    _check_flags()
+    text = None if FLAGS.shape or not FLAGS.text_file else Path(FLAGS.text_file).read_text(encoding="utf-8")
+    terminal("importing jax")
+    from jaxkv.research import layout_report
+
+    others = layout_report.read_run(FLAGS.against) if FLAGS.against else None
     if FLAGS.output:
         from jaxkv.research.plot import pyplot
 
         pyplot("--output")  # better told now than after minutes
-    result = _measure(terminal)
+        Path(FLAGS.output).mkdir(parents=True, exist_ok=True)
+    result = _measure(text, others, terminal)
     terminal.done()
-    from jaxkv.research import layout_report
-
     if FLAGS.output:
         _write(Path(FLAGS.output), result)
     print(json.dumps(result) if FLAGS.json else layout_report.describe(result))
-    if other is not None and not FLAGS.json:
-        print(f"\nAgainst {FLAGS.against}:\n{layout_report.compare_runs(result['rows'], other['rows'])}")
 
 
-def _measure(terminal) -> dict[str, Any]:
-    terminal("importing jax")
+def _check_flags() -> None:
+    """Refuses what is missing or twice, and what would change nothing."""
+    if bool(FLAGS.shape) != bool(FLAGS.num_kv_heads):
+        raise ValueError("--shape=NAME and --num_kv_heads=32,8,1 go together: a shape, and the layouts of it to compare")
+    if FLAGS.num_layers and not FLAGS.shape:
+        raise ValueError("--num_layers is of a --shape: models are compared whole")
+    for name in ("models", "text_file"):
+        if FLAGS.shape and FLAGS[name].present and FLAGS[name].value:
+            raise ValueError(f"--{name} and --shape do not go together: a shape's layouts are made anew and have no quality")
+    if not FLAGS.shape and not all(FLAGS.models or [""]):
+        raise ValueError(f"--models={','.join(FLAGS.models)}: name one or more, separated by commas")
+    for name in ("models", "num_kv_heads", "page_size", "kv_dtype", "batch", "context"):
+        if len(set(FLAGS[name].value or [])) < len(FLAGS[name].value or []):
+            raise ValueError(f"--{name}={','.join(map(str, FLAGS[name].value))} names one twice")
+    if unknown := [kind for kind in FLAGS.kv_dtype if kind not in _script.KV_DTYPES]:
+        raise ValueError(f"--kv_dtype={unknown[0]} is not one of {', '.join(_script.KV_DTYPES)}")
+
+
+def _measure(text: str | None, others: list[dict[str, Any]] | None, terminal) -> dict[str, Any]:
+    """Everything of a run, `against` others where there are."""
     import jax
 
     from jaxkv.io.cache import use_compilation_cache
+    from jaxkv.research import layout_report
     from jaxkv.research import layouts as study
     from jaxkv.research.traffic import Reader
 
     use_compilation_cache()
     layouts, whole_layers = _layouts(terminal)
     cases = study.cases_of(FLAGS.page_size or [], FLAGS.kv_dtype, FLAGS.batch, FLAGS.context)
+    if others is not None:
+        layout_report.in_common(study.on_paper(layouts, cases), others)  # raises where nothing could be compared
     reader = Reader(_script.num_cores())
     model = layouts[0].model
     result = {
@@ -94,11 +113,10 @@ def _measure(terminal) -> dict[str, Any]:
         "num_layers": model.config.num_layers,
         "whole_layers": whole_layers,
     }
-    result |= study.measure(
-        layouts, cases, reader.gb_s, repeats=FLAGS.repeats, new_tokens=FLAGS.new_tokens, report=terminal
-    )  # fmt: skip
-    if FLAGS.text_file and not FLAGS.shape:
-        text = Path(FLAGS.text_file).read_text(encoding="utf-8")
+    result |= study.measure(layouts, cases, reader.gb_s, repeats=FLAGS.repeats, new_tokens=FLAGS.new_tokens, report=terminal)
+    if others is not None:
+        result["against"] = {"file": FLAGS.against} | layout_report.compare_runs(result["rows"], others)
+    if text is not None:
         result |= {"text": Path(FLAGS.text_file).name, "quality": study.quality(layouts, FLAGS.kv_dtype, text, terminal)}
     return result
 
@@ -121,7 +139,6 @@ def _layouts(terminal) -> tuple[list, int]:
 def _write(folder: Path, result: dict[str, Any]) -> None:
     from jaxkv.research import layout_report
 
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "layouts.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (folder / "layouts.md").write_text(layout_report.describe(result) + "\n", encoding="utf-8")
     layout_report.draw(folder / "layouts.png", result)

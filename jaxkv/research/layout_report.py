@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,18 @@ _STEP_COLUMNS = (
 )  # fmt: skip
 # What makes a row of two runs the same row.
 _IDENTITY = ("layout", "page_size_tokens", "kv_dtype", "batch", "context_tokens")
+# What two runs are compared by, and its column.
+_COMPARED = {"step_ms": "ms/step", "step_over_base": "x"}
 
 
 def describe(result: dict[str, Any]) -> str:
-    """The whole result of a study in Markdown: what was measured, steps, which of them are bound by bandwidth, quality."""
+    """The whole result of a study in Markdown: what was measured, steps, which of them are bound by bandwidth, quality, another run."""
     rows = result["rows"]
     parts = [_heading(result), _table(_STEP_COLUMNS, [_step_cells(row) for row in rows]), _verdict(rows)]
     if result.get("quality"):
         parts.append(_quality(result["quality"], result["text"]))
+    if result.get("against"):
+        parts.append(_agreement(result["against"]))
     return "\n\n".join(parts)
 
 
@@ -54,7 +59,7 @@ def _step_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Which rows are bound by bandwidth, and by how much the others are not."""
+    """Which rows are bound by bandwidth, by how much the others are not, and what follows for each."""
     bound = [row for row in rows if row["bandwidth_bound"]]
     others = [row for row in rows if not row["bandwidth_bound"]]
     told = f"**Bound by bandwidth** (reading a step's bytes at the measured rate takes {BOUND_FRACTION:.0%} of its time or more): "
@@ -62,7 +67,10 @@ def _verdict(rows: Sequence[dict[str, Any]]) -> str:
     if others:
         told += ".\n\n**Not**: "
         told += "; ".join(f"{_called(row)} ({row['fraction_of_read']['median']:.0%})" for row in others)
-        told += ". There fewer KV bytes save less time than bytes"
+        told += (
+            ". Most of their time goes to other work: arithmetic, softmax and starting operations, which are not told apart. Bytes do not"
+            " say how much less of it a layout with fewer KV heads has; x (rounds) beside step's bytes x does"
+        )
     if any(row["fraction_of_read"]["median"] > 1 for row in rows):
         told += ".\n\nOver 100 % of the rate of memory means that a cache holds part of what is read"
     return told + "."
@@ -102,24 +110,61 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
-def compare_runs(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
-    """Whether two runs agree within their stated spread, row by row, in words.
+def read_run(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a layouts.json.
+
+    Raises:
+      ValueError: it is none.
+      OSError: it cannot be read.
+    """
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+        compare_runs(rows, rows)  # needs all that comparing with another would
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is no layouts.json of a run of compare_layouts.py: its rows are missing or incomplete") from None
+    return rows
+
+
+def in_common(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs of what is the same row in two runs; `rows` may be those of `layouts.on_paper`.
+
+    Raises:
+      ValueError: they have none in common.
+    """
+    there = {_key(row): row for row in others}
+    pairs = [(row, there[_key(row)]) for row in rows if _key(row) in there]
+    if not pairs:
+        raise ValueError("the two runs have no row in common: give both the same layouts, page sizes, dtypes, rows and contexts")
+    return pairs
+
+
+def compare_runs(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Whether two runs agree within their stated spread: how many rows they have in common, and for each figure those that do not.
 
     Of a figure they do where the median of one lies between the least and the largest round of the other.
 
     Raises:
       ValueError: they have no row in common.
     """
-    there = {tuple(row[key] for key in _IDENTITY): row for row in others}
-    pairs = [(row, there[key]) for row in rows if (key := tuple(row[k] for k in _IDENTITY)) in there]
-    if not pairs:
-        raise ValueError("the two runs have no row in common: give both the same layouts, page sizes, dtypes, rows and contexts")
-    lines = []
-    for what, name in (("ms/step", "step_ms"), ("x", "step_over_base")):
-        apart = [(a, b) for a, b in pairs if not _agree(a[name], b[name])]
-        lines.append(f"{what}: {len(pairs) - len(apart)} of {len(pairs)} rows agree within their rounds")
-        lines += [f"  {_called(a)}: {_rounds(a[name])} here, {_rounds(b[name])} there" for a, b in apart]
+    pairs = in_common(rows, others)
+    apart = lambda name: [
+        {key: a[key] for key in _IDENTITY} | {"here": a[name], "there": b[name]} for a, b in pairs if not _agree(a[name], b[name])
+    ]
+    return {"rows": len(pairs)} | {f"{name}_apart": apart(name) for name in _COMPARED}
+
+
+def _agreement(found: dict[str, Any]) -> str:
+    """`compare_runs` in words, with the `file` that was compared with."""
+    lines = [f"Against {found['file']}:", ""]
+    for name, what in _COMPARED.items():
+        apart = found[f"{name}_apart"]
+        lines.append(f"* {what}: {found['rows'] - len(apart)} of {found['rows']} rows agree within their rounds")
+        lines += [f"  * {_called(row)}: {_rounds(row['here'])} here, {_rounds(row['there'])} there" for row in apart]
     return "\n".join(lines)
+
+
+def _key(row: dict[str, Any]) -> tuple:
+    return tuple(row[key] for key in _IDENTITY)
 
 
 def _agree(a: dict[str, float], b: dict[str, float]) -> bool:

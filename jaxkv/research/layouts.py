@@ -29,7 +29,9 @@ from jaxkv.state import State, init_state, truncate
 
 # A case of a round is repeated for so long at least: a step of a small model lasts a millisecond, and one such is chance.
 _ROUND_S = 0.2
-# A step is bound by bandwidth if reading its bytes, at the rate measured beside it, is at least this part of its time.
+# A step is bound by bandwidth if reading its bytes, at the rate measured beside it, is at least this part of its time: at a half, reading
+# takes as long as all else together. Bytes that are saved then save at least half of their share of the time, whatever the rest does as
+# long as it does not grow; below, more than half of the time is of something that fewer bytes need not shorten.
 BOUND_FRACTION = 0.5
 
 
@@ -86,10 +88,21 @@ def measure(
     """
     if short := [case.context for case in cases if case.context <= new_tokens + 1]:
         raise ValueError(f"a context of {min(short)} tokens has no room for {new_tokens=}: give longer ones or fewer new tokens")
+    known = on_paper(layouts, cases)  # raises what is wrong before anything is compiled
     rounds = [_round(layouts, cases, read_gb_s, new_tokens, i) for i in _counted(repeats, report)][1:]
+    pairs = [(case, layout) for case in cases for layout in layouts]
+    rows = [row | _timed(layout, layouts[0], case, rounds, new_tokens) for row, (case, layout) in zip(known, pairs, strict=True)]
     rates = [r["read_gb_s"] for r in rounds]
-    rows = [_row(layout, layouts[0], case, rounds, rates, new_tokens) for case in cases for layout in layouts]
     return {"read_gb_s": dataclasses.asdict(Figure.of(rates)), "repeats": repeats, "new_tokens": new_tokens, "rows": rows}
+
+
+def on_paper(layouts: Sequence[Layout], cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """What of the rows of `measure` no clock decides: which row it is, and bytes.
+
+    Raises:
+      ValueError: a page size, KV dtype or context that one of the models cannot have.
+    """
+    return [_bytes(layout.model, layouts[0].model, case) | {"layout": layout.name} for case in cases for layout in layouts]
 
 
 def quality(layouts: Sequence[Layout], kv_dtypes: Sequence, text: str, report: Report = silent) -> list[dict[str, Any]]:
@@ -143,42 +156,47 @@ def _step_seconds(model: Model, case: Case, new_tokens: int, at_least_s: float) 
     # Behind the last step a row holds what it began with, a token of prompt and those that came.
     held = case.context - 1 - new_tokens
     state = holding(model, case, held)
+    # Rows that begin alike go on alike, and would choose the same experts of a mixture.
+    first = [[row * model.config.vocab_size // case.batch] for row in range(case.batch)]
     times: list[float] = []
     started = time.perf_counter()
     while not times or time.perf_counter() - started < at_least_s:
-        state, output = generate(state, [[0]] * case.batch, max_new_tokens=new_tokens, sampling=Sampling(ignore_eos=True))
+        state, output = generate(state, first, max_new_tokens=new_tokens, sampling=Sampling(ignore_eos=True))
         times.append(output.timings.tpot_s)
         state = truncate(state, range(case.batch), [held] * case.batch)
     return median(times)
 
 
-def _row(layout: Layout, base: Layout, case: Case, rounds: list[dict], rates: list[float], new_tokens: int) -> dict[str, Any]:
-    model, seconds = layout.model, [r[case, layout.name] for r in rounds]
-    weights = weight_bytes(model, case.batch)
-    # The last step of a call reads all of the context, the first as many tokens less as there are steps.
-    read = lambda m: kv_bytes(m, case.batch, case.context - new_tokens / 2, case.kv_dtype)
-    total = weights + read(model)
-    pool = holding(model, case, case.context).kv
-    fraction = Figure.of([total / s / 1e9 / rate for s, rate in zip(seconds, rates, strict=True)])
-    ratio = [r[case, layout.name] / r[case, base.name] for r in rounds]
+def _bytes(model: Model, base: Model, case: Case) -> dict[str, Any]:
+    pool, per_token = holding(model, case, case.context).kv, kv_bytes(model, 1, 1, case.kv_dtype)
     return {
-        "layout": layout.name,
         "num_q_heads": model.config.num_q_heads,
         "num_kv_heads": model.config.num_kv_heads,
         "page_size_tokens": pool.page_size,
         "kv_dtype": stored_dtype(model, case.kv_dtype),
         "batch": case.batch,
         "context_tokens": case.context,
-        "kv_bytes_per_token": kv_bytes(model, 1, 1, case.kv_dtype),
+        "kv_bytes_per_token": per_token,
         "kv_bytes_per_token_stored": stored_kv_bytes_per_token(pool),
-        "kv_bytes_over_base": kv_bytes(model, 1, 1, case.kv_dtype) / kv_bytes(base.model, 1, 1, case.kv_dtype),
+        "kv_bytes_over_base": per_token / kv_bytes(base, 1, 1, case.kv_dtype),
         "pool_bytes": pool.nbytes,
         "pool_use_fraction": case.batch * case.context / (pool.refcounts.shape[0] * pool.page_size),
+    }
+
+
+def _timed(layout: Layout, base: Layout, case: Case, rounds: list[dict], new_tokens: int) -> dict[str, Any]:
+    seconds = [r[case, layout.name] for r in rounds]
+    # The last step of a call reads all of the context, the first as many tokens less as there are steps.
+    read = lambda m: kv_bytes(m, case.batch, case.context - new_tokens / 2, case.kv_dtype)
+    weights, kv = weight_bytes(layout.model, case.batch), read(layout.model)
+    total = weights + kv
+    fraction = Figure.of([total / r[case, layout.name] / 1e9 / r["read_gb_s"] for r in rounds])
+    return {
         "step_ms": _scaled(Figure.of(seconds), 1e3),
-        "step_over_base": dataclasses.asdict(Figure.of(ratio)),
+        "step_over_base": dataclasses.asdict(Figure.of([r[case, layout.name] / r[case, base.name] for r in rounds])),
         "tok_s": case.batch / median(seconds),
         "step_weight_bytes": weights,
-        "step_kv_bytes": read(model),
+        "step_kv_bytes": kv,
         "step_bytes_over_base": total / (weight_bytes(base.model, case.batch) + read(base.model)),
         "gb_s": total / median(seconds) / 1e9,
         "fraction_of_read": dataclasses.asdict(fraction),

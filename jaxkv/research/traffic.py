@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.config import ModelConfig
 from jaxkv.kv.state import KVState
 from jaxkv.loading import Model
 from jaxkv.model.linear import Experts, Linear
+from jaxkv.planning.shapes import shape_of
 from jaxkv.state import init_state
 
 _BUFFER_BYTES = 1 << 30  # well over any last-level cache
@@ -60,11 +62,17 @@ def weight_bytes(model: Model, rows: int) -> int:
         if isinstance(leaf, Linear):
             total += leaf.bytes_read(rows, model.storage.dtype)
         elif isinstance(leaf, Experts):
-            used = min(1.0, rows * config.experts_per_token / config.num_experts)
-            total += round((leaf.weight.nbytes + _nbytes(leaf.scale)) * used)
+            total += round((leaf.weight.nbytes + _nbytes(leaf.scale)) * experts_used(config, rows))
         else:
             total += leaf.nbytes
     return total
+
+
+def experts_used(config: ModelConfig, rows: int) -> float:
+    """The part of a mixture's experts that a step of so many rows reads, as the planner has it: rows choose each for itself."""
+    shape = shape_of(config, config.architecture)
+    left_out = shape.body_params + shape.head_params - shape.read_params(rows)
+    return 1 - left_out / shape.expert_params
 
 
 def kv_bytes(model: Model, rows: int, tokens: float, kv_dtype: str | None = None) -> int:

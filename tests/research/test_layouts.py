@@ -2,20 +2,25 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from engine import make_model, tiny_config
+from engine import MOE, make_model, tiny_config
 
 import jaxkv
 from jaxkv.loading import choose_storage
 from jaxkv.model.params import check_params
 from jaxkv.planning.presets import PRESETS
-from jaxkv.planning.shapes import first_layers
+from jaxkv.planning.shapes import first_layers, shape_of
 from jaxkv.research import layout_report
+from jaxkv.research import layouts as study
+from jaxkv.research.byte_tokenizer import byte_tokenizer
 from jaxkv.research.layouts import Case, Figure, Layout, cases_of, holding, measure
+from jaxkv.research.quality import bits_per_byte
 from jaxkv.research.random_models import random_models
+from jaxkv.research.traffic import experts_used, weight_bytes
 
 MHA, MQA = (dataclasses.replace(tiny_config(), num_kv_heads=K, layer_windows=(0, 0)) for K in (4, 1))
 CASES = [Case(8, "float32", 2, 60)]
@@ -73,7 +78,7 @@ def test_what_is_bound_by_bandwidth_follows_from_the_machine(result, layouts):
     fast = result | measure(layouts[:1], CASES[:1], lambda: 1e9, repeats=1, new_tokens=4)
     assert not fast["rows"][0]["bandwidth_bound"]
     told = layout_report.describe(fast)
-    assert "none of these rows" in told and "**Not**: mha float32 B 2 T 60 P 8 (0%)" in told
+    assert "none of these rows" in told and "**Not**: mha float32 B 2 T 60 P 8 (0%). Most of their time goes to other work" in told
 
 
 def test_slots_hold_what_a_step_reads(layouts):
@@ -82,6 +87,49 @@ def test_slots_hold_what_a_step_reads(layouts):
     assert state.kv.lengths.tolist() == [59, 59] and state.max_tokens_per_slot == 64
     with pytest.raises(ValueError, match="context of 5 tokens has no room for new_tokens=4"):
         measure(layouts, [Case(8, None, 1, 5)], lambda: 1.0, new_tokens=4)
+
+
+def test_what_a_model_cannot_have_is_told_before_anything_runs(layouts):
+    never = lambda: pytest.fail("measured")
+    for case, words in ((Case(8, None, 1, 600), "max_positions=512"), (Case(8, "int5", 1, 60), "int5")):
+        with pytest.raises(ValueError, match=words):
+            measure(layouts, [*CASES, case], never, new_tokens=4)
+
+
+def test_rows_of_a_step_go_on_from_different_tokens(layouts, monkeypatch):
+    """Rows that are alike choose the same experts, and more were counted than are read."""
+    given, run = [], study.generate
+    monkeypatch.setattr(study, "generate", lambda state, tokens, **options: given.append(tokens) or run(state, tokens, **options))
+    measure(layouts[:1], CASES, lambda: 1.0, repeats=1, new_tokens=4)
+    assert given and all(tokens == [[0], [65]] for tokens in given)  # of a vocabulary of 130
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_experts_are_counted_as_the_planner_counts_them(rows):
+    config = tiny_config(**MOE)  # 2 of 4 experts
+    assert experts_used(config, rows) == pytest.approx(1 - 0.5**rows)
+    read = shape_of(config, "a").read_params(rows)
+    # The planner's table of embeddings is looked up without being read; its f32 rows are read here.
+    assert weight_bytes(make_model(config), rows) == pytest.approx(4 * (read + rows * config.model_dim), rel=1e-6)
+
+
+def test_quality_is_that_of_each_layout_through_each_cache():
+    text = (Path(__file__).parents[1] / "data" / "kjv_genesis.txt").read_text()[:150]
+    bytes_of = lambda K: dataclasses.replace(MHA, vocab_size=256, num_kv_heads=K)
+    layouts = [Layout(name, make_model(bytes_of(K), tokenizer=byte_tokenizer())) for name, K in (("mha", 4), ("mqa", 1))]
+    rows = study.quality(layouts, ["float32", "int8"], text)
+    assert [(r["layout"], r["kv_dtype"]) for r in rows] == [
+        ("mha", "float32"),
+        ("mqa", "float32"),
+        ("mha", "int8"),
+        ("mqa", "int8"),
+    ]
+    L, H, f32 = 2, 16, 4
+    assert [r["kv_bytes_per_token"] for r in rows] == [2 * L * K * vector for vector in (H * f32, H + 4) for K in (4, 1)]
+    for row, layout, base in zip(rows, layouts * 2, (rows[0], rows[0], rows[2], rows[2]), strict=True):
+        assert row["bits_per_byte"] == bits_per_byte(layout.model, text, row["kv_dtype"])
+        assert row["bits_per_byte_over_base"] == pytest.approx(row["bits_per_byte"] / base["bits_per_byte"] - 1, abs=1e-12)
+    assert 7 < rows[0]["bits_per_byte"] < 12 and rows[1]["bits_per_byte"] != rows[0]["bits_per_byte"] != rows[2]["bits_per_byte"]
 
 
 def test_cases_are_all_combinations():
@@ -99,13 +147,31 @@ def test_markdown_has_every_column_of_every_row(result):
     json.dumps(result)  # nothing that JSON does not know
 
 
-def test_two_runs_agree_where_a_median_lies_within_the_others_rounds(result):
-    assert "ms/step: 2 of 2 rows agree" in layout_report.compare_runs(result["rows"], result["rows"])
-    slower = [row | {"step_ms": dataclasses.asdict(Figure(1e6, 1e6, 1e6))} for row in result["rows"][:1]]
-    told = layout_report.compare_runs(slower, result["rows"])
-    assert "ms/step: 0 of 1 rows agree" in told and "x: 1 of 1 rows agree" in told and "1000000.00 (" in told
+def test_two_runs_agree_where_a_median_lies_within_the_others_rounds(result, layouts, tmp_path):
+    rows = result["rows"]
+    assert layout_report.compare_runs(rows, rows) == {"rows": 2, "step_ms_apart": [], "step_over_base_apart": []}
+    slower = [row | {"step_ms": dataclasses.asdict(Figure(1e6, 1e6, 1e6))} for row in rows[:1]]
+    found = layout_report.compare_runs(slower, rows)
+    [apart] = found["step_ms_apart"]
+    assert (found["rows"], found["step_over_base_apart"]) == (1, []) and apart["layout"] == "mha" and apart["here"]["median"] == 1e6
+    told = layout_report.describe(result | {"against": {"file": "b.json"} | found})
+    assert "Against b.json:" in told and "ms/step: 0 of 1 rows agree" in told and "x: 1 of 1 rows agree" in told
+    assert "mha float32 B 2 T 60 P 8: 1000000.00 (" in told
+    # Which rows there are is known before they are measured.
+    assert len(layout_report.in_common(study.on_paper(layouts, CASES), rows)) == 2
     with pytest.raises(ValueError, match="no row in common"):
-        layout_report.compare_runs(result["rows"], [])
+        layout_report.in_common(study.on_paper(layouts, cases_of([16], [], [2], [60])), rows)
+    path = tmp_path / "layouts.json"
+    path.write_text(json.dumps(result))
+    assert layout_report.read_run(path) == rows
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": []}', '{"rows": [1]}', '{"rows": [{"layout": "mha"}]}'])
+def test_what_is_no_run_is_refused(text, tmp_path):
+    path = tmp_path / "layouts.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="layouts.json is no layouts.json of a run"):
+        layout_report.read_run(path)
 
 
 def test_the_picture_is_drawn(result, tmp_path):
