@@ -45,7 +45,6 @@ class Haystack:
 
     tokens: np.ndarray
     facts: tuple[Fact, ...]
-    places: tuple[int, ...]  # how many tokens stand before each fact
     most_tokens: int  # what was asked for: texts of one length differ by less than a line, and share their compiled steps
 
 
@@ -74,14 +73,13 @@ def make_haystack(model: Model, filler: str, num_tokens: int, depths: Sequence[f
     before = {int(np.argmin(np.abs(starts - depth * starts[-1]))): i for i, depth in enumerate(sorted(depths))}
     if len(before) < len(depths):
         raise ValueError(f"{len(depths)} facts do not fit between the {count} lines of a text of {num_tokens} tokens")
-    parts, places = [np.asarray(model.tokenizer.encode(""), np.int32)], []  # what the model wants a text to begin with
+    parts = [np.asarray(model.tokenizer.encode(""), np.int32)]  # what the model wants a text to begin with
     for i in range(count + 1):
         if i in before:
-            places.append(sum(map(len, parts)))
             parts.append(planted[before[i]])
         if i < count:
             parts.append(lines[i])
-    return Haystack(np.concatenate(parts), facts, tuple(places), num_tokens)
+    return Haystack(np.concatenate(parts), facts, num_tokens)
 
 
 def ask(model: Model, haystack: Haystack, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +104,18 @@ def measure(
     model: Model, filler: str, kv_dtypes: Sequence[str], contexts: Sequence[int], depths: Sequence[float], trials: int,
     report: Report = silent,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each context, KV dtype and depth: means over the trials, every dtype with the same texts."""
+    """A row for each context, KV dtype and depth: means over the trials, every dtype with the same texts.
+
+    Raises:
+      ValueError: what `make_haystack` raises, or a context longer than the model's positions; before anything is asked.
+    """
+    if max(contexts) + _QUESTION_TOKENS > model.config.max_positions:
+        raise ValueError(
+            f"a context of {max(contexts)} tokens and a question of up to {_QUESTION_TOKENS} are more than the model's"
+            f" max_positions={model.config.max_positions}"
+        )
+    for context in contexts:
+        make_haystack(model, filler, context, depths, 0)
     rows, total = [], len(contexts) * trials * len(kv_dtypes)
     for c, context in enumerate(contexts):
         found: dict[str, list] = {kv_dtype: [] for kv_dtype in kv_dtypes}

@@ -55,9 +55,8 @@ def test_facts_are_planted_in_order_at_their_depths(reader):
     found = recall.make_haystack(reader, FILLER, 1500, depths, trial=3)
     text = reader.tokenizer.decode(found.tokens)
     assert 1300 < len(found.tokens) <= 1500 and text.count("The secret number of") == 3
-    for fact, place, depth in zip(found.facts, found.places, sorted(depths), strict=True):
-        whole = np.concatenate([fact.question, fact.answer])
-        assert found.tokens[place : place + len(whole)].tolist() == whole.tolist()
+    for fact, depth in zip(found.facts, sorted(depths), strict=True):
+        place = found.tokens.tobytes().index(np.concatenate([fact.question, fact.answer]).tobytes()) // 4
         assert place / len(found.tokens) == pytest.approx(depth, abs=0.1)
         assert reader.tokenizer.decode(fact.answer).strip().isdecimal()
     other = recall.make_haystack(reader, FILLER, 1500, depths, trial=4)
@@ -67,6 +66,20 @@ def test_facts_are_planted_in_order_at_their_depths(reader):
             recall.make_haystack(reader, FILLER, 1500, bad, trial=0)
     with pytest.raises(ValueError, match="needs a filler of more lines"):
         recall.make_haystack(reader, "In the beginning\n", 1500, [0.5], trial=0)
+
+
+def test_facts_stand_before_and_behind_a_text(reader):
+    text = reader.tokenizer.decode(recall.make_haystack(reader, FILLER, 1500, [0, 1], trial=0).tokens)
+    assert text.startswith("The secret number of") and text[:-1].splitlines()[-1].startswith("The secret number of")
+    assert text.count("The secret number of") == 2
+
+
+def test_contexts_that_cannot_be_are_told_before_any_is_read(reader, monkeypatch):
+    monkeypatch.setattr(recall, "ask", lambda *args: pytest.fail("asked"))
+    with pytest.raises(ValueError, match="a context of 4050 tokens and a question of up to 48 are more than .* max_positions=4096"):
+        recall.measure(reader, FILLER, ["int8"], [450, 4050], [0.5], trials=1)
+    with pytest.raises(ValueError, match="a text of 60 tokens with 1 facts needs"):
+        recall.measure(reader, FILLER, ["int8"], [450, 60], [0.5], trials=1)
 
 
 def test_a_question_in_a_fork_is_a_question_behind_the_text(reader):
