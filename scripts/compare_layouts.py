@@ -85,8 +85,9 @@ def _check_flags() -> None:
     if not FLAGS.shape and not all(FLAGS.models or [""]):
         raise ValueError(f"--models={','.join(FLAGS.models)}: name one or more, separated by commas")
     for name in ("models", "num_kv_heads", "page_size", "kv_dtype", "batch", "context"):
-        if len(set(FLAGS[name].value or [])) < len(FLAGS[name].value or []):
-            raise ValueError(f"--{name}={','.join(map(str, FLAGS[name].value))} names one twice")
+        given = FLAGS[name].value or []
+        if len(set(given)) < len(given):
+            raise ValueError(f"--{name}={','.join(map(str, given))} names one twice")
     if unknown := [kind for kind in FLAGS.kv_dtype if kind not in _script.KV_DTYPES]:
         raise ValueError(f"--kv_dtype={unknown[0]} is not one of {', '.join(_script.KV_DTYPES)}")
 
