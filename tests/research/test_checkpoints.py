@@ -43,8 +43,8 @@ def test_each_is_small_and_as_good_as_its_readme_says(embedded, bits, name):
 
 
 def test_gqa_is_close_to_mha_and_mqa_is_behind(bits):
-    assert bits["tiny-gqa"] < 1.015 * bits["tiny-mha"]
-    assert bits["tiny-gqa"] < bits["tiny-mqa"]
+    assert abs(bits["tiny-gqa"] / bits["tiny-mha"] - 1) < 0.015
+    assert bits["tiny-mqa"] > max(bits["tiny-mha"], bits["tiny-gqa"])
 
 
 @pytest.mark.parametrize("name", ["tiny-gqa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-mha", "tiny-mqa"))])
@@ -52,10 +52,11 @@ def test_each_writes_english(embedded, name):
     model = embedded[name]  # compiling is what this costs
     words = set(re.findall(r"[a-z]+", (HELD_OUT + (DATA / "kjv_genesis.txt").read_text(encoding="utf-8")).lower()))
     state = jaxkv.init_state(model, num_slots=1, max_tokens_per_slot=256)
-    _, output = jaxkv.generate(state, [model.tokenizer.encode("And it came to pass")], max_new_tokens=120)
+    sampling = jaxkv.Sampling(temperature=0.6, seed=1)  # the likeliest letters of so small a model go round in circles
+    _, output = jaxkv.generate(state, [model.tokenizer.encode("And it came to pass")], max_new_tokens=200, sampling=sampling)
     written = re.findall(r"[a-z]+", output.text[0].lower())[1:-1]  # the ends may be parts of words
-    assert len(written) > 15 and len(set(written)) > 5
-    assert sum(word in words for word in written) > 0.8 * len(written), output.text
+    assert len(written) > 30 and len(set(written)) > 20
+    assert sum(word in words for word in written) > 0.7 * len(written), output.text  # a Bible has names that these pages have not
 
 
 def test_the_default_model(monkeypatch):
