@@ -44,13 +44,14 @@ def paged_decode(
       q: `[B, K, G, H]`, not scaled.
       k_pages, v_pages: `[L*C, K, P, H]` f32, bf16, f16, int8 or float8_e4m3fn; uint16 and uint8 hold the bits of bf16 and
         float8_e4m3fn (what XLA:CPU moves fast). Heads may be padded or lie side by side (`pool_heads`).
-      page_table: i32 `[B, M]`, pages of one layer; entries at and past ceil(length/P) are ignored.
-      lengths: i32 `[B]`, tokens of the row that are in its pages.
+      page_table: i32 `[B, M]`, pages of one layer; entries at and past ceil(length/P) are ignored, a negative one is page 0. Nothing
+        checks that the others are pages of the layer.
+      lengths: i32 `[B]`, tokens of the row that are in its pages: 0 to M*P, what lies outside counts as the nearer of the two.
       k_new, v_new: `[B, K, H]`, this token's own key and value when they are not in the pages yet; the query then stands at
         position `length`, else at `length - 1`. They count as the pool would store them.
       page_offset: i32 scalar, may be traced: the layer's first row of the pool.
       scale: multiplies q.k, before the soft cap. A plain number, as soft_cap: both are compiled into the kernel.
-      window: tokens a query sees, itself included; 0 or None: all. An int or a traced i32 scalar.
+      window: tokens a query sees, itself included; 0 or None (or a traced negative): all. An int or a traced i32 scalar.
       soft_cap: c * tanh(scores / c), after the scale and before the mask.
       sinks: `[K, G]`, a score each head's softmax has besides those of the keys, with no value behind it.
       kv_scales: f32 `[L*C, 2, R, 128]` of 8-bit pools (`scales_shape`).
@@ -73,7 +74,8 @@ def paged_decode(
     choice = choose(implementation, interpret, device)
     check_platform(choice, k_pages)
     q, k_pages, v_pages, kv_scales, page_table, lengths, k_new, v_new, sinks = jax.tree.map(jnp.asarray, arrays)  # numpy too
-    page_offset, window = jnp.asarray(page_offset, jnp.int32), jnp.asarray(window, jnp.int32)
+    page_table, lengths = _within(page_table, lengths, k_pages)
+    page_offset, window = jnp.asarray(page_offset, jnp.int32), jnp.maximum(jnp.asarray(window, jnp.int32), 0)
     if choice.name == REFERENCE:
         check_given(REFERENCE, DecodeBlocks, block_sizes, ())
         o, lse = reference.attend(
@@ -123,7 +125,7 @@ def paged_prefill(
     """Returns causal attention of a chunk over the row's pages and the chunk itself, o `[B, T, K, G, H]` in q's dtype.
 
     Query t of row b stands at position `lengths[b] + t`. `chunk_lengths` i32 `[B]` says how many of the T are real; the output
-    of the others is finite and meaningless. k_new, v_new `[B, T, K, H]` are the chunk's keys and values; they count as the pool
+    of the others is meaningless. k_new, v_new `[B, T, K, H]` are the chunk's keys and values; they count as the pool
     would store them. block_sizes is a PrefillBlocks. The rest is as in `paged_decode`; lse is f32 `[B, T, K, G]`.
     """
     if k_new is None or v_new is None:
@@ -135,9 +137,12 @@ def paged_prefill(
     check_platform(choice, k_pages)
     arrays = jax.tree.map(jnp.asarray, arrays)
     q, k_pages, v_pages, kv_scales, page_table, lengths, chunk_lengths, k_new, v_new, sinks = arrays
-    page_offset, window = jnp.asarray(page_offset, jnp.int32), jnp.asarray(window, jnp.int32)
+    page_table, lengths = _within(page_table, lengths, k_pages)
+    chunk_lengths = jnp.clip(chunk_lengths, 0, q.shape[1])
+    page_offset, window = jnp.asarray(page_offset, jnp.int32), jnp.maximum(jnp.asarray(window, jnp.int32), 0)
     if choice.name == REFERENCE:
         check_given(REFERENCE, PrefillBlocks, block_sizes, ())
+        arrays = (q, k_pages, v_pages, kv_scales, page_table, lengths, chunk_lengths, k_new, v_new, sinks)
         o, lse = reference.attend(*arrays, page_offset=page_offset, scale=scale, window=window, soft_cap=soft_cap)
         return (o, lse) if return_lse else o
 
@@ -173,8 +178,8 @@ def write_kv(
 ):
     """Returns (k_pages, v_pages, kv_scales) with new tokens stored: in place where the arguments are donated.
 
-    Token t < chunk_lengths[b] of row b goes to position lengths[b] + t; one past the end of its table is dropped. Pages of the positions
-    written belong to one row each.
+    Token t < chunk_lengths[b] of row b goes to position lengths[b] + t; one past the end of its table is dropped, as is a chunk behind a
+    negative length. Pages of the positions written belong to one row each.
 
     Args:
       k_pages, v_pages, page_table, lengths, kv_scales: as in `paged_decode`; the table owns pages for what is stored.
@@ -192,10 +197,13 @@ def write_kv(
     check_write(*arrays, page_offset=page_offset)
     choice = choose(implementation, interpret, device)
     check_platform(choice, k_pages)
-    k_pages, v_pages, kv_scales, k_new, v_new, page_table, lengths, chunk_lengths = arrays = jax.tree.map(jnp.asarray, arrays)
+    k_pages, v_pages, kv_scales, k_new, v_new, page_table, lengths, chunk_lengths = jax.tree.map(jnp.asarray, arrays)
+    chunk_lengths = jnp.where(lengths < 0, 0, jnp.clip(chunk_lengths, 0, k_new.shape[2]))
+    page_table, lengths = _within(page_table, lengths, k_pages)
     page_offset = jnp.asarray(page_offset, jnp.int32)
     if choice.name == REFERENCE:
         check_given(REFERENCE, WriteBlocks, block_sizes, ())
+        arrays = (k_pages, v_pages, kv_scales, k_new, v_new, page_table, lengths, chunk_lengths)
         return reference.write(*arrays, page_offset=page_offset)
     k, v, kv_scales = choice.function("write")(
         *_as_numbers(choice, k_pages, v_pages), kv_scales, heads.vectors_to_pool(k_new, k_pages),
@@ -218,6 +226,11 @@ def check_implementation(
     check_platform(choice, k_pages)
     if choice.has_check and q is not None and page_table is not None:
         choice.function("check")(q, k_pages, page_table, choice.device)
+
+
+def _within(page_table, lengths, pages):
+    """A table and lengths without what implementations would each take differently: pages below 0, lengths no table holds."""
+    return jnp.maximum(page_table, 0), jnp.clip(lengths, 0, page_table.shape[1] * pages.shape[2])
 
 
 def _settings(choice: Choice, block_sizes) -> dict:

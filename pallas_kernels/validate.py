@@ -182,9 +182,10 @@ def _expect_number(name: str, value) -> None:
 
 def _expect_whole_number(name: str, value) -> None:
     """Raises unless `value` is one integer, traced or not: a longer array would broadcast, a float be cut."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return
-    if not hasattr(value, "dtype"):
+    if hasattr(value, "dtype"):
+        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(f"{name} must be one whole number, got {value.dtype} of shape {value.shape}")
+    elif not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be one whole number, got {type(value).__name__} {value!r}")
-    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name} must be one whole number, got {value.dtype} of shape {value.shape}")
+    if not isinstance(value, jax.core.Tracer) and not -(2**31) <= int(value) < 2**31:
+        raise ValueError(f"{name} must be in the range of int32, got {value}")

@@ -182,7 +182,7 @@ def _zero_dead(plan, v_ref, lo, hi):
     per_page = P // rows
 
     def tile(i, _):
-        page, row = divide(i, per_page), pl.multiple_of(lax.rem(i, per_page) * rows, rows)
+        page, row = divide(i, per_page), pl.multiple_of(lax.rem(i, jnp.int32(per_page)) * rows, rows)
         ref = v_ref.at[page, :, pl.ds(row, rows)]
         position = i * rows + lax.broadcasted_iota(jnp.int32, (K, rows, H), 1)
         x = ref[...]
