@@ -95,6 +95,8 @@ def _check_flags() -> None:
     """Refuses what is missing, and what would change nothing."""
     if not FLAGS.text_file or not FLAGS.output:
         raise ValueError("give --text_file FILE to train on and --output DIR for what comes out (--help lists the flags)")
+    if not Path(FLAGS.text_file).is_file():
+        raise ValueError(f"--text_file={FLAGS.text_file}: there is no such file")
     if FLAGS.convert:
         if not FLAGS.from_checkpoint:
             raise ValueError(f"--convert={FLAGS.convert} needs --from_checkpoint: a model whose heads are to be pooled")
@@ -118,8 +120,7 @@ def _train(text, output: Path, terminal) -> dict[str, Any]:
     config, weights = _start()
     given = {name: FLAGS[name].value for name in study.RECIPE_FLAGS}
     if FLAGS.convert:
-        fraction = _UPTRAIN_FRACTION if FLAGS.uptrain_fraction is None else FLAGS.uptrain_fraction
-        given["steps"] = max(1, round(FLAGS.steps * fraction))
+        given["steps"] = max(1, round(FLAGS.steps * _fraction()))
     on_step = lambda done, steps, loss: terminal(
         f"training {steps:,} steps", done / steps, f"step {done:,}, {loss / math.log(2):.3f} bits per byte"
     )
@@ -145,10 +146,19 @@ def _start():
     return config, read
 
 
+def _share_of_steps() -> str:
+    return f" ({_fraction():.4g} of --steps={FLAGS.steps:,})" if FLAGS.convert else ""
+
+
+def _fraction() -> float:
+    return _UPTRAIN_FRACTION if FLAGS.uptrain_fraction is None else FLAGS.uptrain_fraction
+
+
 def _summary(figures: dict[str, Any], output: Path) -> None:
     print(
         f"{figures['parameters']:,} parameters, {figures['num_q_heads']} query heads, {figures['num_kv_heads']} KV heads:"
-        f" {figures['steps_done']:,} of {figures['steps']:,} steps ({figures['tokens']:,} bytes) in {figures['seconds']:.0f} s"
+        f" {figures['steps_done']:,} of {figures['steps']:,} steps{_share_of_steps()} ({figures['tokens']:,} bytes)"
+        f" in {figures['seconds']:.0f} s, compiling included"
     )
     print(f"held out: {figures['bits_per_byte_before']:.4f} bits per byte before, {figures['bits_per_byte']:.4f} now")
     if figures["steps_done"] < figures["steps"]:

@@ -86,6 +86,8 @@ def test_what_goes_wrong_is_said_in_a_line(trained, cache, tmp_path):
     output, _ = trained
     assert "is not empty: give --resume" in one_line_error(run("train.py", *TINY, "--output", str(output), cache=cache))
     assert "--text_file FILE" in one_line_error(run("train.py", "--output", str(tmp_path / "x"), cache=cache))
+    missing = ("--text_file=no.txt", "--output", str(tmp_path / "x"))
+    assert one_line_error(run("train.py", *missing, cache=cache)) == "--text_file=no.txt: there is no such file"
 
 
 def test_help_lists_the_flags(cache):
