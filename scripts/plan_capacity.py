@@ -1,7 +1,8 @@
 """Plans capacity on paper: how many sequences of what length fit on which chips, what a
 decode step reads, how fast it can be at best, and what to change for more.
 
---model is a preset, a Hugging Face folder or a config.json. --device is a chip of the
+--model is a preset, a model that comes with jaxkv, a folder of Hugging Face's or jaxkv's
+form, or a config.json. --device is a chip of the
 table, a row of --device_file, or one described by --memory_gb (or --memory_gib),
 --hbm_gbps and --tflops_bf16, which also change a row of the table. Token counts may be
 written 128K (x 1,024) or 1M. Sizes say GiB (2^30 bytes) or GB (10^9).
@@ -37,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags  # noqa: E402
 
 from jaxkv import planning  # noqa: E402
-from jaxkv.planning import devices, plot, report, what_if  # noqa: E402
+from jaxkv.planning import devices, engine_plan, plot, report, what_if  # noqa: E402
 from jaxkv.planning.shapes import KV_BYTES, WEIGHT_BYTES  # noqa: E402
 from scripts import _script  # noqa: E402
 
@@ -64,7 +65,7 @@ class _Number(flags.FloatParser):
         return value
 
 
-flags.DEFINE_string("model", "llama-3.1-8b", f"{', '.join((*planning.PRESETS, *planning.MLA_PRESETS))}; or a path.")
+flags.DEFINE_string("model", "llama-3.1-8b", f"{', '.join(planning.MODELS)}; or a path.")
 flags.DEFINE_string("device", "h100", f"{', '.join(planning.CHIPS)}; or a name of your own.")
 flags.DEFINE_integer("chips", 1, "Chips of that kind.")
 flags.DEFINE_integer("tensor_parallel", None, "jax devices that share one copy of the weights; without it all, and no replicas.")
@@ -105,16 +106,22 @@ def main(terminal) -> None:
     if FLAGS.audit:
         _only("audit", "json", "model", "device", "weights", "kv_dtype", "page_size", "num_kv_heads", "chips", "tensor_parallel")
         return _audit(terminal)
+    if FLAGS.save_plan and FLAGS.what_if:
+        raise ValueError("--save_plan with --what_if: a plan is of one deployment; give the change as flags of its own")
+    for name in ("save_plan", "plot"):
+        _check_folder(name)
     d, costs = _deployment(), planning.Costs(FLAGS.link_gbps, FLAGS.kv8_extra_us, FLAGS.kv8_cost_ratio)
     changed = [(text, what_if.apply(d, text, _chips())) for text in FLAGS.what_if]
     figures = planning.figures(d, costs)
     others = [(text, c, planning.figures(c, costs)) for text, c in changed]
     if FLAGS.save_plan:
-        planning.capacity_plan(d).write(FLAGS.save_plan)
+        planning.capacity_plan(d).write(FLAGS.save_plan, engine_plan.provenance(d))
+        print(f"{FLAGS.save_plan} is written: the plan of this deployment", file=sys.stderr)
     if FLAGS.plot:
         named = [("now", d), *changed] if changed else [(f"{d.model.name} on {d.chips} {d.chip.name}", d)]
-        if not plot.draw(FLAGS.plot, named):
-            print(f"{FLAGS.plot} is not written: nothing fits at any context, so there is nothing to draw", file=sys.stderr)
+        drawn = plot.draw(FLAGS.plot, named)
+        told = "is written" if drawn else "is not written: nothing fits at any context, so there is nothing to draw"
+        print(f"{FLAGS.plot} {told}", file=sys.stderr)
     if FLAGS.json:
         print(json.dumps(figures | {"what_if": [{"change": text} | f for text, _, f in others]}))
     elif others:
@@ -128,6 +135,23 @@ def _only(mode: str, *taken: str) -> None:
     given = [flag.name for flag in FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.present]
     if idle := [f"--{name}" for name in given if name not in (mode, *taken)]:
         raise ValueError(f"{', '.join(idle)}: no part of --{mode}; leave out what it does not use")
+
+
+def _check_folder(name: str) -> None:
+    """Refuses a file that cannot be written before anything is computed."""
+    path = Path(FLAGS[name].value or "file")
+    if not path.parent.is_dir():
+        raise ValueError(f"--{name}={path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"--{name}={path} is a folder: name a file in it")
+
+
+def _stray_change(argv: list[str]) -> str | None:
+    """The first argument that is a change but stands behind no flag."""
+    for before, arg in zip(argv, argv[1:], strict=False):
+        if arg.partition("=")[0] in what_if.KEYS and "=" in arg and (not before.startswith("-") or "=" in before):
+            return arg
+    return None
 
 
 def _check_plan() -> None:
@@ -185,4 +209,7 @@ def _chip() -> planning.Chip:
 
 
 if __name__ == "__main__":
+    if stray := _stray_change(sys.argv):
+        sys.stderr.write(f"error: {stray!r} stands behind no flag: repeat --what_if for another change, or join with a comma\n")
+        sys.exit(1)
     _script.run(main)

@@ -14,13 +14,14 @@ from jaxkv.planning.figures import Costs, figures
 from jaxkv.planning.knobs import Knob, knobs
 from jaxkv.planning.memory import device_memory, fits, max_context, max_sequences
 from jaxkv.planning.plan import CapacityPlan, PlanError
-from jaxkv.planning.presets import MLA_PRESETS, PRESETS, model_shape
+from jaxkv.planning.presets import MLA_PRESETS, MODELS, PRESETS, model_shape
 from jaxkv.planning.roofline import decode_step, prefill_seconds
 from jaxkv.planning.shapes import ModelShape, shape_of
 
 __all__ = [
     "CHIPS",
     "MLA_PRESETS",
+    "MODELS",
     "PRESETS",
     "CapacityPlan",
     "Chip",

@@ -7,6 +7,7 @@ chips, so a TPU7x is two of those devices here, and it needs rows for chips that
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -106,8 +107,10 @@ def chip(name: str, rows: Mapping[str, Chip] = CHIPS) -> Chip:
     """
     if found := _find(name, rows):
         return found
+    near = difflib.get_close_matches(name.lower(), rows, n=2)
+    hint = f": did you mean {' or '.join(near)}? If not, there are" if near else "; there are"
     raise ValueError(
-        f"no row for device {name!r}; there are {', '.join(rows)}. Give your own with --memory_gb, --hbm_gbps and --tflops_bf16,"
+        f"no row for device {name!r}{hint} {', '.join(rows)}. Give your own with --memory_gb, --hbm_gbps and --tflops_bf16,"
         " or a file of rows with --device_file"
     )
 
@@ -138,4 +141,8 @@ def described(
     given = {key: value for key, value in given.items() if value is not None}
     if len(given) == 3 and _find(name, rows) is None:
         return Chip(name=name, platform="cpu" if name == "cpu" else "gpu", **given)
+    if given and _find(name, rows) is None:
+        flags = {"memory_bytes": "--memory_gb", "hbm_gbps": "--hbm_gbps", "matrix_tflops_bf16": "--tflops_bf16"}
+        missing = " and ".join(flag for key, flag in flags.items() if key not in given)
+        raise ValueError(f"no row for device {name!r}: to describe it give {missing}, too")
     return dataclasses.replace(chip(name, rows), **given)

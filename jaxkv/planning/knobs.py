@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxkv.planning.deployment import Deployment, can_split
-from jaxkv.planning.memory import max_sequences
+from jaxkv.planning.memory import max_sequences, unpadded_page
 from jaxkv.planning.shapes import KV_BYTES
+from jaxkv.planning.units import count
 
 _RAISED_FRACTION = 0.95
 _MOST_DEVICES = 256
@@ -47,17 +48,32 @@ def _changes(d: Deployment) -> Iterator[tuple[str, str, Deployment]]:
     if any(d.model.layer_windows) and not d.free_window_pages:
         yield "free_window_pages", "free the pages behind windows (jaxkv keeps them today)", d.change(free_window_pages=True)
     if KV_BYTES[d.kv_dtype] > 1:
-        yield "kv_dtype", "8-bit KV, for long contexts (quality: measure it)", d.change(kv_dtype="int8")
+        changed = _larger_page(d.change(kv_dtype="int8"))
+        pages = f" with page_size {changed.P}" if changed.P != d.P else ""
+        yield "kv_dtype", f"8-bit KV{pages}, for long contexts (quality: measure it)", changed
+    elif (changed := _larger_page(d)) != d:
+        yield "page_size", f"page_size {changed.P}: scales without padding", changed
     if d.weights != "int8":
         yield "weights", "int8 weights (quality: measure it)", d.change(weights="int8")
     if (heads := fewer_kv_heads(d)) is not None:
-        yield "num_kv_heads", f"another architecture: {heads} KV heads, retrained", d.change(model=d.model.with_kv_heads(heads))
+        yield (
+            "num_kv_heads",
+            f"another architecture: {count(heads, 'KV head')}, retrained",
+            d.change(model=d.model.with_kv_heads(heads)),
+        )
     if max_sequences(d) or (fewest := chips_for(d, 1)) is None:
         tp = 2 * d.tp if can_split(d.model, 2 * d.tp) else d.tp
         yield "chips", f"twice the chips: {2 * d.chips}, tensor_parallel {tp}", d.change(chips=2 * d.chips, tensor_parallel=tp)
     else:
         chips, tp = fewest
         yield "chips", f"chips that hold one sequence: {chips}, tensor_parallel {tp}", d.change(chips=chips, tensor_parallel=tp)
+
+
+def _larger_page(d: Deployment) -> Deployment:
+    """Returns an 8-bit deployment in pages whose scales need no padding, where that holds more."""
+    unit = unpadded_page(d)
+    larger = d.change(page_size=-(-d.P // unit) * unit)
+    return larger if larger.P > d.P and max_sequences(larger) > max_sequences(d) else d
 
 
 def fewer_kv_heads(d: Deployment) -> int | None:

@@ -132,6 +132,12 @@ def layer_page_bytes(d: Deployment) -> int:
     return 2 * heads * d.P * dim * size + (4 * two * rows * lanes if size == 1 else 0)
 
 
+def unpadded_page(d: Deployment) -> int:
+    """Returns the fewest tokens of a page whose 8-bit scales fill their rows of 128; so do those of any multiple."""
+    heads = LANES if d.model.latent else pool_heads(d.kv_heads_per_device, d.model.head_dim, d.chip.platform)[0]
+    return LANES // math.gcd(heads, LANES)
+
+
 def null_pages_bytes(d: Deployment) -> int:
     """Returns the bytes of the page in every layer that nobody owns, on one device."""
     return d.model.num_layers * layer_page_bytes(d)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.planning import yaml_file
-from jaxkv.planning.units import GIB
+from jaxkv.planning.units import GIB, count
 
 _ROUNDING = 1e-9  # of the memory: sums of decimal fractions are not exact
 
@@ -105,7 +105,8 @@ class CapacityPlan:
 
     def _too_many(self) -> str:
         reserved = self.max_active_sequences * self.reserve_per_sequence_gib
-        way_out = f"at most {self.largest_active_sequences} sequences are admissible"
+        most = self.largest_active_sequences
+        way_out = f"at most {count(most)} {'is' if most == 1 else 'are'} admissible"
         if self.committed_gib <= self.available_gib:
             way_out += f" (or kv_budget_gib {_n(self.committed_gib)}: {_n(self.unassigned_gib)} GiB are unassigned)"
         return (
@@ -139,10 +140,10 @@ class CapacityPlan:
         """Returns the plan of a YAML file, not yet checked."""
         return cls.from_dict(yaml_file.read_mapping(path), str(path))
 
-    def write(self, path: str | Path) -> None:
-        """Writes the plan as YAML."""
+    def write(self, path: str | Path, about: str = "") -> None:
+        """Writes the plan as YAML, with lines about where it comes from as a comment."""
         comment = "A jaxkv capacity plan: one device's memory in GiB (2^30 bytes)\nCheck it: scripts/plan_capacity.py --plan FILE"
-        yaml_file.write_mapping(path, self.to_dict(), comment)
+        yaml_file.write_mapping(path, self.to_dict(), f"{comment}\n{about}")
 
 
 def _n(value: float) -> str:

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxkv.config import ModelConfig, RopeConfig
 from jaxkv.io.hf_config import config_from_hf
 from jaxkv.io.json_file import read_object
+from jaxkv.io.resolve import EMBEDDED_MODELS, resolve
 from jaxkv.planning.shapes import Latent, ModelShape, shape_of
 
 
@@ -50,32 +52,48 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 # The formula's MLA case; jaxkv does not run it. It is written out below.
 MLA_PRESETS = ("deepseek-v3",)
+MODELS = (*PRESETS, *MLA_PRESETS, *EMBEDDED_MODELS)  # every name
 
 
 def model_shape(name: str) -> ModelShape:
-    """Returns the shape of a preset, of a Hugging Face folder, or of a config.json by its path.
+    """Returns the shape of a preset or embedded model, of a Hugging Face or jaxkv folder, or of a config.json by its path.
 
     Raises:
-      ValueError: neither a preset nor a file; or a model that jaxkv does not know, with the field that says so.
+      ValueError: none of these; or a model that jaxkv does not know, with the field that says so.
     """
     if name in MLA_PRESETS:
         return _deepseek_v3()
     if name in PRESETS:
         return shape_of(config_from_hf(PRESETS[name], name), name)
-    path = Path(name)
+    path = resolve(name) if name in EMBEDDED_MODELS else Path(name)
+    if (path / "jaxkv.json").is_file():
+        return shape_of(_checkpoint_config(path), path.absolute().name)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
+        if not path.exists():
+            raise ValueError(f"{path}: there is no such file")
         given = read_object(path)
         if given.get("model_type") == "deepseek_v3":
             raise ValueError(f"{path}: jaxkv does not run deepseek_v3; its shape is the preset deepseek-v3")
         known_by = path.parent.name if path.name == "config.json" else path.stem
         return shape_of(config_from_hf(given, str(path)), known_by or str(path))
-    names = (*PRESETS, *MLA_PRESETS)
-    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), MODELS, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}? If not, " if near else ""
     raise ValueError(
-        f"no model {name!r}: {hint}give the path of a config.json, of a folder with one, or a preset: {', '.join(names)}"
+        f"no model {name!r}: {hint}give the path of a config.json, of a folder with one, or a preset: {', '.join(MODELS)}"
     )
+
+
+def _checkpoint_config(folder: Path) -> ModelConfig:
+    """Returns the config of a jaxkv checkpoint without reading its weights."""
+    path = folder / "jaxkv.json"
+    given: Any = read_object(path).get("config")
+    try:
+        ropes = tuple(RopeConfig(**rope) for rope in given["ropes"])
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        return ModelConfig(**fields | {"ropes": ropes})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a description of a model: {error}") from None
 
 
 def _deepseek_v3() -> ModelShape:

@@ -7,12 +7,14 @@ from typing import Any
 
 from jaxkv.planning.deployment import Deployment
 from jaxkv.planning.knobs import chips_for
+from jaxkv.planning.memory import unpadded_page
 from jaxkv.planning.plan import CapacityPlan
 from jaxkv.planning.roofline import PUBLISHED_KV8_BREAK_EVEN_TOKENS, PUBLISHED_KV8_COST_RATIO
 from jaxkv.planning.shapes import KV_BYTES
-from jaxkv.planning.units import GIB, both, gb, ms
+from jaxkv.planning.units import GIB, both, count, gb, ms
 
 Figures = dict[str, Any]
+_NOTHING_LEFT = "nothing is left for KV"
 
 
 def describe(d: Deployment, f: Figures) -> str:
@@ -24,20 +26,25 @@ def describe(d: Deployment, f: Figures) -> str:
 def _title(d: Deployment) -> list[str]:
     split = f", tensor_parallel {d.tp}" if d.tp > 1 else ""
     split += f", {d.replicas} replicas" if d.replicas > 1 else ""
-    return [
+    lines = [
         f"{d.model.name} on {d.chips} {d.chip.name}{split}: context {d.context:,}, weights {d.weights}, KV {d.kv_dtype} in pages of {d.P}"
     ]
+    if d.model.config and d.tp > 1:
+        lines.append("(planned for, not run by jaxkv yet: its engine runs on one device, without tensor parallelism)")
+    elif d.model.config and d.replicas > 1:
+        lines.append("(jaxkv's engine runs on one device: each replica is an engine of its own)")
+    return lines
 
 
 def _memory(d: Deployment, f: Figures) -> list[str]:
     params = f"{d.model.num_params:,} parameters" + (f" over {d.tp} devices" if d.tp > 1 else "")
-    steps = f"{d.step_tokens:,} tokens or {_count(f['decode_sequences_per_replica'])}"
+    steps = f"{d.step_tokens:,} tokens or {count(f['decode_sequences_per_replica'])}"
     estimate = "given" if d.activations_gib is not None else f"estimated for steps of {steps}; --activations_gib"
     notes = {
         "weights": params,
         "activations": estimate,
         "runtime": f"memory_fraction {d.memory_fraction:g}, and a null page",
-        "kv_budget": "" if f["kv_budget_gib_per_device"] > 0 else "nothing is left for KV",
+        "kv_budget": "" if f["kv_budget_gib_per_device"] > 0 else _NOTHING_LEFT,
         "memory": "",
     }
     labels = {"runtime": "runtime and fragmentation", "kv_budget": "KV budget", "memory": "all"}
@@ -53,7 +60,7 @@ def _cache(d: Deployment, f: Figures) -> list[str]:
     if m.latent:
         formula = f"{m.num_layers} layers x ({m.latent.rank} + {m.latent.rope_dim}) x {KV_BYTES[d.kv_dtype]} B"
     else:
-        formula = f"2 x {m.num_layers} layers x {m.num_kv_heads} KV heads x {m.head_dim} x {KV_BYTES[d.kv_dtype]} B"
+        formula = f"2 x {m.num_layers} layers x {count(m.num_kv_heads, 'KV head')} x {m.head_dim} x {KV_BYTES[d.kv_dtype]} B"
     lines = [
         "KV cache",
         f"  a token       {f['kv_bytes_per_token']:,} B = {_short(f['kv_kib_per_token'])} KiB: {formula}",
@@ -67,7 +74,7 @@ def _cache(d: Deployment, f: Figures) -> list[str]:
     elif d.tp > 1:
         lines.append(f"  a device      {both(f['kv_stored_gib_per_sequence_per_device'] * GIB)} of it")
     lines.append(
-        f"  pages         waste at most {f['fragmentation_max_tokens_per_sequence']} tokens a sequence"
+        f"  pages         waste at most {count(f['fragmentation_max_tokens_per_sequence'], 'token')} a sequence"
         f" ({f['fragmentation_max_mib_per_sequence']:.2f} MiB), {f['fragmentation_mean_tokens_per_sequence']:g} on average: under 4 % from"
         f" {f['mean_length_tokens_for_4_percent_waste']:,.0f} tokens on"
     )
@@ -81,7 +88,7 @@ def _reasons(d: Deployment) -> list[str]:
         heads = "the latent" if d.model.latent else "the KV head" if d.model.num_kv_heads == 1 else "each KV head"
         reasons.append(f"{d.kv_copies} copies of {heads}")
     if KV_BYTES[d.kv_dtype] == 1:
-        reasons.append("a scale a token and head")
+        reasons.append("scales, padded to rows of 128" if d.P % unpadded_page(d) else "a scale a token and head")
     if d.chip.platform == "tpu" and d.model.head_dim % 128:
         reasons.append("lanes of 128")
     if d.free_window_pages:
@@ -91,20 +98,28 @@ def _reasons(d: Deployment) -> list[str]:
 
 def _fits(d: Deployment, f: Figures) -> list[str]:
     most, wanted, longest = f["max_sequences"], f["max_context_at_sequences"], f["max_context_tokens"]
-    lines = ["What fits", f"  {_count(most)} of {d.context:,} tokens" + _shared(d)]
+    lines = ["What fits", f"  {count(most)} of {d.context:,} tokens" + _shared(d)]
     if d.context > d.model.max_positions:
         lines[-1] += f"; the model was made for {d.model.max_positions:,}"
     if longest is None:
-        lines.append(f"  {_count(wanted)} of any length: every layer forgets what is behind its window")
+        lines.append(f"  {count(wanted)} of any length: every layer forgets what is behind its window")
     elif longest:
         made_for = f"; the model was made for {d.model.max_positions:,}" if longest > d.model.max_positions else ""
-        lines.append(f"  {_count(wanted)} of up to {longest:,} tokens{made_for}")
+        lines.append(f"  {count(wanted)} of up to {longest:,} tokens{made_for}")
+    return lines + _obstacles(d, f)
+
+
+def _obstacles(d: Deployment, f: Figures) -> list[str]:
+    """Why what was asked for is not held, and which chips would hold it."""
+    lines = []
     if not f["requested_fits"]:
         chips, tp = f["chips_for_requested"], f["tensor_parallel_for_requested"]
         need = (
-            f"{chips:,} {d.chip.name} with tensor_parallel {tp} do" if chips else f"nor with any tensor_parallel on {d.chip.name}"
+            f"{chips:,} {d.chip.name} with tensor_parallel {tp} {'does' if chips == 1 else 'do'}"
+            if chips
+            else f"nor with any tensor_parallel on {d.chip.name}"
         )
-        lines.append(f"  not {_count(wanted)} of {d.context:,} tokens: {need}")
+        lines.append(f"  not {count(f['max_context_at_sequences'])} of {d.context:,} tokens: {need}")
     if refused := f["kernels_refuse"]:
         told = f"but the kernels of {d.chip.name} take no such pool: {refused}"
         lines += textwrap.wrap(told, 120, initial_indent="  ", subsequent_indent="    ")
@@ -127,7 +142,7 @@ def _decode(d: Deployment, f: Figures) -> list[str]:
     overlap = f["tpot_weights_lower_bound_ms"] + f["tpot_attention_lower_bound_ms"] > f["tpot_lower_bound_ms"] * (1 + 1e-9)
     attention = f["attention_flop_per_byte"]
     lines = [
-        f"A decode step of {_count(f['decode_sequences_per_replica'])}{each}{_held(f)} (ridge {ridge:,.0f} FLOP/byte)",
+        f"A decode step of {count(f['decode_sequences_per_replica'])}{each}{_held(f)} (ridge {ridge:,.0f} FLOP/byte)",
         f"  traffic       weights {f['decode_weights_gib']:,.2f} GiB, KV {f['decode_kv_gib']:,.2f} GiB:"
         f" {f['decode_kv_traffic_fraction']:.1%} is KV",
         weights,
@@ -137,7 +152,7 @@ def _decode(d: Deployment, f: Figures) -> list[str]:
         f" {f['decode_tokens_per_s_upper_bound']:,.0f} tokens/s in all",
     ]
     if d.model.num_experts > 1:
-        lines[1] += f" (of {d.model.num_experts} experts a layer, those that {_count(f['decode_sequences_per_replica'])} reach)"
+        lines[1] += f" (of {d.model.num_experts} experts a layer, those that {count(f['decode_sequences_per_replica'])} reach)"
     if f["decode_lookup_table_gib"]:
         lines.append(
             f"                ({f['decode_lookup_table_gib']:.2f} GiB are a table to look rows up in: no part of the times)"
@@ -177,7 +192,7 @@ def _eight_bits(d: Deployment, f: Figures) -> list[str]:
         ]
     else:
         tokens, rows = f["kv8_break_even_tokens_per_step"], f["decode_sequences_per_replica"]
-        each = f", {tokens / rows:,.0f} in each of {_count(rows)}" if rows > 1 else ""
+        each = f", {tokens / rows:,.0f} in each of {count(rows)}" if rows > 1 else ""
         lines.append(f"  breaks even   at {tokens:,.0f} cached tokens a step{each}: {extra:g} us extra a step over {saved:.2f} ns")
     return lines
 
@@ -191,15 +206,29 @@ def _knobs(d: Deployment, f: Figures) -> list[str]:
 
 def compare(d: Deployment, f: Figures, changed: Deployment, g: Figures, change: str) -> str:
     """Returns what a change does: the answer in one line, then both sides, then the knobs of the changed one."""
-    parts = [[answer(d, f, changed, g, change)], _sides(f, g), _keep(f, changed, g), _knobs(changed, g)]
+    parts = [
+        [answer(d, f, changed, g, change)],
+        _sides(f, g),
+        _misfit("Now", d, f),
+        _misfit("Then", changed, g),
+        _keep(f, changed, g),
+        _knobs(changed, g),
+    ]
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _misfit(when: str, d: Deployment, f: Figures) -> list[str]:
+    """What the plain report says of a side that does not hold what was asked for."""
+    lines = [] if f["kv_budget_gib_per_device"] > 0 else ["  " + _NOTHING_LEFT]
+    lines += _obstacles(d, f)
+    return [when, *lines] if lines else []
 
 
 def answer(d: Deployment, f: Figures, changed: Deployment, g: Figures, change: str) -> str:
     """Returns in one line what the chips hold after a change."""
     beyond = changed.context > changed.model.max_positions
     return (
-        f"{d.model.name} on {d.chips} {d.chip.name}, {change}: {_count(g['max_sequences'])} of {changed.context:,} tokens,"
+        f"{d.model.name} on {d.chips} {d.chip.name}, {change}: {count(g['max_sequences'])} of {changed.context:,} tokens,"
         f" {_kv(g)} of KV each, instead of {f['max_sequences']:,} of {d.context:,} tokens, {_kv(f)}"
         + (f"; but the model was made for {changed.model.max_positions:,}" if beyond else "")
     )
@@ -236,12 +265,13 @@ def _sides(f: Figures, g: Figures) -> list[str]:
 def _keep(f: Figures, changed: Deployment, g: Figures) -> list[str]:
     """What it takes to hold as many as before."""
     now = f["requested_sequences"] or f["max_sequences"]
-    if g["max_sequences"] >= now:
+    told = not g["requested_fits"] and g["max_context_at_sequences"] == now
+    if g["max_sequences"] >= now or told:
         return []
     needed = chips_for(changed, now)
     if needed is None:
         return []
-    return [f"To hold {_count(now)} of {changed.context:,} tokens: {needed[0]:,} {changed.chip.name}, tensor_parallel {needed[1]}."]
+    return [f"To hold {count(now)} of {changed.context:,} tokens: {needed[0]:,} {changed.chip.name}, tensor_parallel {needed[1]}."]
 
 
 def describe_plan(plan: CapacityPlan, where: str) -> str:
@@ -259,15 +289,11 @@ def describe_plan(plan: CapacityPlan, where: str) -> str:
     return "\n".join(
         [
             *lines,
-            f"{_count(plan.max_active_sequences)} of up to {plan.max_context_tokens:,} tokens reserve {plan.reserve_per_sequence_gib:.2f} GiB"
+            f"{count(plan.max_active_sequences)} of up to {plan.max_context_tokens:,} tokens reserve {plan.reserve_per_sequence_gib:.2f} GiB"
             f" each; with the low watermark {plan.committed_gib:.2f} GiB of the KV budget.",
-            f"At most {plan.largest_active_sequences:,} sequences are admissible.",
+            f"At most {count(plan.largest_active_sequences)} {'is' if plan.largest_active_sequences == 1 else 'are'} admissible.",
         ]
     )
-
-
-def _count(n: int) -> str:
-    return "1 sequence" if n == 1 else f"{n:,} sequences"
 
 
 def _short(x: float) -> str:

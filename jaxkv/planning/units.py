@@ -23,6 +23,11 @@ def both(num_bytes: float) -> str:
     return f"{gib(num_bytes):,.2f} GiB ({gb(num_bytes):,.2f} GB)"
 
 
+def count(n: int, what: str = "sequence") -> str:
+    """Returns a number of things, such as "1 sequence" or "1,024 sequences"."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
 def ms(seconds: float) -> str:
     """Returns a time in ms, or in s from a second on."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"

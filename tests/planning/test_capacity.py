@@ -9,8 +9,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from jaxkv.io.resolve import EMBEDDED_MODELS, resolve
 from jaxkv.kv.state import default_page_size, empty_pools
-from jaxkv.planning import CHIPS, PRESETS, Costs, Deployment, capacity_plan, chip, figures, knobs, model_shape, report, what_if
+from jaxkv.planning import (
+    CHIPS,
+    PRESETS,
+    Costs,
+    Deployment,
+    capacity_plan,
+    chip,
+    figures,
+    knobs,
+    model_shape,
+    plot,
+    report,
+    what_if,
+)
 from jaxkv.planning.deployment import can_split
 from jaxkv.planning.devices import Chip
 from jaxkv.planning.kernel_limits import refusal
@@ -24,6 +38,7 @@ from jaxkv.planning.memory import (
     max_sequences,
     pool_bytes,
     step_bytes,
+    unpadded_page,
     weights_bytes,
 )
 from jaxkv.planning.roofline import attended_tokens, decode_step, prefill_seconds
@@ -120,7 +135,7 @@ def test_sharing_freeing_and_smaller_values_never_take_more(d):
 @some
 @given(deployments())
 def test_a_plan_of_what_fits_adds_up_and_admits_just_that(d):
-    d = d.change(free_window_pages=False, page_size=None, kv_dtype="bfloat16")
+    d = d.change(free_window_pages=False, page_size=None, kv_dtype="bfloat16", tensor_parallel=1)
     most = max_sequences(d)
     wanted = d.sequences or most
     assume(0 < wanted <= most and d.model.config is not None)
@@ -169,14 +184,15 @@ def test_8_bit_kv_that_saves_nothing_never_breaks_even():
     [
         ({"model": SHAPES["deepseek-v3"]}, "jaxkv does not run deepseek-v3, .*: choose another model"),
         ({"free_window_pages": True}, "keeps pages behind windows, .*: leave out free_window_pages"),
+        ({"tensor_parallel": 4}, "runs on one device, so it cannot hold a plan of tensor_parallel=4: give tensor_parallel=1"),
         ({"page_size": 24}, "the kernels of v5p take no such pool: page_size 24 .*; change page_size or kv_dtype"),
     ],
 )
 def test_a_plan_that_the_engine_cannot_hold_is_refused(options, words):
-    d = Deployment(SHAPES["gemma-3-1b"], chip("v5p"), chips=8, tensor_parallel=4)
+    d = Deployment(SHAPES["gemma-3-1b"], chip("v5p"), chips=8, tensor_parallel=1)
     assert capacity_plan(d)
     with pytest.raises(ValueError, match=words):
-        capacity_plan(d.change(**options, tensor_parallel=8 if "model" in options else 4, weights="int8"))
+        capacity_plan(d.change(**({"tensor_parallel": 8 if "model" in options else 1, "weights": "int8"} | options)))
 
 
 @some
@@ -308,10 +324,11 @@ def test_impossible_deployments_say_what_is_possible(options, words):
 def test_a_plan_of_too_much_is_refused_with_what_fits():
     d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"), sequences=60)
     with pytest.raises(
-        ValueError, match="60 sequences of 8192 tokens do not fit on 1 h100: 49 do, and at 60 the longest context is 6784"
+        ValueError,
+        match="60 sequences of 8,192 tokens do not fit on 1 h100: 49 sequences fit, and at 60 the longest context is 6,784 tokens",
     ):
         capacity_plan(d)
-    with pytest.raises(ValueError, match="1 sequences of 8192 tokens do not fit .* 0 do"):
+    with pytest.raises(ValueError, match="1 sequence of 8,192 tokens does not fit .* 0 sequences fit"):
         capacity_plan(Deployment(model_shape("llama-3.1-405b"), chip("h100")))
 
 
@@ -352,8 +369,54 @@ def test_models_come_by_name_folder_or_file(tmp_path):
         model_shape(str(tmp_path))
     (tmp_path / "gemma27.json").write_text((tiny / "config.json").read_text())
     assert (model_shape(str(tmp_path / "gemma27.json")).name, model_shape(str(tiny)).name) == ("gemma27", "qwen3_moe")
+    with pytest.raises(ValueError, match="absent/config.json: there is no such file"):
+        model_shape(str(tmp_path / "absent" / "config.json"))
     with pytest.raises(ValueError, match="does not apply to deepseek-v3"):
         SHAPES["deepseek-v3"].with_kv_heads(4)
+
+
+def test_models_that_come_with_jaxkv_and_its_folders_plan(tmp_path):
+    shapes = {name: model_shape(name) for name in EMBEDDED_MODELS}
+    assert {name: shape.num_kv_heads for name, shape in shapes.items()} == {"tiny-mha": 8, "tiny-gqa": 2, "tiny-mqa": 1}
+    assert model_shape(str(resolve("tiny-gqa"))) == shapes["tiny-gqa"] and shapes["tiny-gqa"].name == "tiny-gqa"
+    for text in ("{}", '{"config": {}}', '{"config": {"ropes": [{"spin": 1}]}}'):
+        (tmp_path / "jaxkv.json").write_text(text)
+        with pytest.raises(ValueError, match="jaxkv.json: not a description of a model"):
+            model_shape(str(tmp_path))
+
+
+def test_padding_of_scales_is_told_and_a_larger_page_offered():
+    d = Deployment(model_shape("tiny-gqa"), chip("h100"), kv_dtype="int8", context=4096)
+    told = lambda d: report.describe(d, figures(d, Costs()))
+    assert "scales, padded to rows of 128" in told(d) and "page_size 64: scales without padding" in told(d)
+    assert "a scale a token and head" in told(d.change(page_size=64)) and "without padding" not in told(d.change(page_size=64))
+    assert "8-bit KV with page_size 64, for long" in told(d.change(kv_dtype="bfloat16"))
+    for page in (16, 32, 64, 128):
+        scales = layer_page_bytes(d.change(page_size=page)) - 2 * 2 * page * 16
+        assert (scales > 2 * 2 * page * 4) == bool(page % unpadded_page(d))
+
+
+def test_a_side_that_does_not_fit_says_why():
+    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"))
+    big = d.change(model=model_shape("llama-3.1-405b"))
+    f, g = figures(d, Costs()), figures(big, Costs())
+    reason = "  nothing is left for KV\n  not 1 sequence of 8,192 tokens: 16 h100 with tensor_parallel 16 do\n"
+    assert f"\n\nThen\n{reason}" in report.compare(d, f, big, g, "") and f"\n\nNow\n{reason}" in report.compare(big, g, d, f, "")
+    assert "Then" not in report.compare(d, f, d, f, "")
+    many = d.change(sequences=100)
+    told = report.compare(many, figures(many, Costs()), many, figures(many, Costs()), "")
+    assert told.count("not 100 sequences of 8,192 tokens") == 2 and "To hold 100" not in told
+
+
+def test_a_plot_begins_behind_the_shared_prefix_and_says_what_it_is_of(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    d = Deployment(SHAPES["llama-3.1-8b"], chip("h100"), context=65_536, shared_tokens=32_768)
+    assert [tokens for tokens, _ in plot.curve(d)] == [65_536, 131_072, 262_144]
+    assert plot.curve(d.change(shared_tokens=0))[0][0] == 1024
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        assert plot.draw(tmp_path / "plot.svg", [("now", d)])
+    text = (tmp_path / "plot.svg").read_text()
+    assert "llama-3.1-8b on 1 h100, KV bfloat16" in text and "made for 131,072" in text
 
 
 def test_presets_are_about_fifteen_and_all_plan():

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from jaxkv.planning import CapacityPlan, PlanError, chip
+from jaxkv.planning import CapacityPlan, Deployment, PlanError, capacity_plan, chip, model_shape
 from jaxkv.planning.devices import described, read_chips
+from jaxkv.planning.engine_plan import provenance
 
 pytest.importorskip("yaml")
 
@@ -23,6 +24,26 @@ def test_a_plan_survives_its_file(tmp_path):
     odd = dataclasses.replace(GOOD, memory_gib=74.505805969, kv_budget_gib=0.1 + 0.2)
     odd.write(tmp_path / "odd.yaml")
     assert CapacityPlan.read(tmp_path / "odd.yaml") == odd
+
+
+def test_a_plan_says_what_it_is_of(tmp_path):
+    d = Deployment(
+        model_shape("llama-3.1-8b"), chip("h100"), chips=2, tensor_parallel=1, shared_tokens=4096, sharers=8, kv_dtype="int8"
+    )
+    plan = capacity_plan(d)
+    plan.write(tmp_path / "plan.yaml", provenance(d))
+    text = (tmp_path / "plan.yaml").read_text()
+    assert CapacityPlan.read(tmp_path / "plan.yaml") == plan
+    for words in [
+        "# llama-3.1-8b on 2 h100, tensor_parallel 1: weights bfloat16, KV int8 in pages of 16, context 8,192\n",
+        "# Of one of 2 replicas: an engine runs on one device",
+        "# A prefix of 4,096 tokens is shared by 8 sequences: reserve_per_sequence_gib counts it once",
+        "right only for requests that share it\n",
+    ]:
+        assert words in text
+    assert "by all sequences" in provenance(d.change(sharers=0)) and "prefix" not in provenance(
+        d.change(shared_tokens=0, sharers=0)
+    )
 
 
 def test_22_fit_and_23_do_not():
@@ -50,6 +71,11 @@ def test_parts_beyond_the_memory_name_the_largest_budget():
         dataclasses.replace(GOOD, kv_budget_gib=30).check()
     with pytest.raises(PlanError, match="nothing is left for KV: more or larger devices"):
         dataclasses.replace(GOOD, weights_gib=90).check()
+
+
+def test_one_sequence_is_told_in_the_singular():
+    with pytest.raises(PlanError, match="at most 1 sequence is admissible"):
+        dataclasses.replace(GOOD, reserve_per_sequence_gib=10).check()
 
 
 def test_sums_of_decimal_fractions_are_not_rejected():
@@ -154,6 +180,10 @@ def test_flags_describe_or_change_a_chip():
     assert (mine.memory_bytes, mine.hbm_gbps, mine.matrix_tflops_bf16) == (48 * 2**30, 900, 180)
     assert described("H100", hbm_gbps=2000).memory_bytes == chip("h100").memory_bytes
     with pytest.raises(ValueError, match="no row for device 'mine'; there are v5e, .*--memory_gb, --hbm_gbps and --tflops_bf16"):
+        described("mine")
+    with pytest.raises(ValueError, match="^no row for device 'mine': to describe it give --hbm_gbps and --tflops_bf16, too$"):
         described("mine", memory_gb=48)
+    with pytest.raises(ValueError, match="no row for device 'H10': did you mean h100"):
+        chip("H10")
     with pytest.raises(ValueError, match="give the memory once"):
         described("h100", memory_gb=80, memory_gib=74)

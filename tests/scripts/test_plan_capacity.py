@@ -38,7 +38,15 @@ MISTAKES = {
     ("--memory_gb=80", "--memory_gib=74"): "give the memory once",
     ("--plan=absent.yaml",): "absent.yaml: there is no such file",
     ("--plan=bad.yaml",): "weights_gib, activations_gib",
-    ("--model=llama-3.1-405b", "--save_plan=none.yaml"): "do not fit on 1 h100",
+    ("--model=llama-3.1-405b", "--save_plan=none.yaml"): "does not fit on 1 h100",
+    ("--model=none/config.json",): "none/config.json: there is no such file",
+    ("--device=mine", "--memory_gb=80"): "to describe it give --hbm_gbps and --tflops_bf16, too",
+    ("--what_if=chips=2", "--save_plan=none.yaml"): "give the change as flags of its own",
+    ("--what_if", "chips=2", "context=64K"): "'context=64K' stands behind no flag: repeat --what_if",
+    ("--save_plan=nodir/none.yaml",): "there is no folder nodir",
+    ("--plot=nodir/none.png",): "there is no folder nodir",
+    ("--plot=.",): "--plot=. is a folder",
+    ("--device=tpu7x", "--save_plan=none.yaml"): "jaxkv's engine runs on one device",
     ("--link_gbps=0",): "link_gbps must be positive",
     ("--kv8_cost_ratio=1",): "kv8_cost_ratio must lie between 0 and 1",
     ("--kv8_extra_us=-1",): "0 or more",
@@ -62,16 +70,20 @@ REPORTS = {
     ("--model=deepseek-v3", "--device=b200", "--chips=16"): ["16 copies of the latent", "of 256 experts a layer"],
     ("--device=mine", "--memory_gib=48", "--hbm_gbps=900", "--tflops_bf16=180"): ["on 1 mine", "48.00"],
     ("--model=gemma-3-1b", "--device=v5e", "--context=64K"): ["the model was made for 32,768", "in pages of 256"],
-    ("--chips=2", "--tensor_parallel=1", "--sequences=7"): ["2 replicas", "A decode step of 4 sequences a replica"],
+    ("--chips=2", "--tensor_parallel=1", "--sequences=7"): ["2 replicas", "each replica is an engine of its own", "A decode step of 4 sequences a replica"],
     ("--shared_tokens=4K", "--sharers=4"): ["4,096 of them the same for each 4", "with the shared prefix cached"],
     ("--kv_dtype=int8", "--kv8_extra_us=100"): ["a scale a token and head", "100 us extra a step", "at 54% of the 16-bit cost (published)"],
     ("--kv8_cost_ratio=0.6",): ["at 60% of the 16-bit cost (given)"],
     ("--model=gemma-3-1b", "--kv8_extra_us=100"): ["at 56% of the 16-bit cost (stored)"],
     ("--num_kv_heads=1",): ["bandwidth-bound", "compute-bound", "which may overlap; at most"],
     ("--device=v6e", "--page_size=24"): ["but the kernels of v6e take no such pool: page_size 24 of a bfloat16 pool must be"],
+    ("--model=tiny-gqa", "--context=4K"): ["tiny-gqa on 1 h100", "820,352 parameters"],
+    ("--num_kv_heads=1", "--context=4K"): ["1 KV head x 128"],
+    ("--chips=2",): ["not run by jaxkv yet: its engine runs on one device"],
     ("--help",): ["--what_if=TEXT", "--context=N", "lower bounds"],
 }  # fmt: skip
-JSON = ("--context=8K", "--json", "--what_if=context=128K", "--save_plan=saved.yaml")
+JSON = ("--context=8K", "--json", "--what_if=context=128K")
+SAVE = ("--context=8K", "--save_plan=saved.yaml")
 CHECKED = ("--plan=saved.yaml", "--json")
 EMPTY_PLOT = ("--model=llama-3.1-405b", "--plot=empty.png")
 PLOT = ("--plot=plot.png", "--what_if=chips=2", "--what_if=model=mistral-7b,free_window_pages=true")
@@ -122,7 +134,7 @@ def folder(tmp_path_factory):
 def results(folder):
     """What each command of this file and of the page gives, by its arguments."""
     documented = [tuple(shlex.split(args)) for _, args, _ in BLOCKS]
-    commands = [*documented, *MISTAKES, *REPORTS, JSON, CHECKED, PLOT, EMPTY_PLOT]
+    commands = [*documented, *MISTAKES, *REPORTS, JSON, SAVE, CHECKED, PLOT, EMPTY_PLOT]
     return dict(zip(commands, run(folder, [list(args) for args in commands]), strict=True))
 
 
@@ -168,7 +180,9 @@ def test_json_has_every_figure_with_its_unit(results):
         assert not isinstance(value, float) or re.search(rf"(^|_)({units})(_|$)", key), f"{key} has no unit"
 
 
-def test_a_saved_plan_is_admissible_to_the_last_sequence(results):
+def test_a_saved_plan_is_admissible_to_the_last_sequence(results, folder):
+    assert (results[SAVE][0], results[SAVE][2]) == (0, "saved.yaml is written: the plan of this deployment\n")
+    assert "# llama-3.1-8b on 1 h100, tensor_parallel 1: " in (folder / "saved.yaml").read_text()
     status, out, err = results[CHECKED]
     assert (status, err) == (0, "")
     assert json.loads(out)["max_active_sequences"] == json.loads(out)["max_admissible_sequences"] == 49
@@ -194,7 +208,7 @@ def test_a_plot_is_a_picture_or_says_what_it_needs(results, folder):
     if importlib.util.find_spec("matplotlib") is None:
         assert (status, out, err) == (1, "", "error: --plot needs matplotlib: pip install matplotlib\n")
     else:
-        assert status == 0, err
+        assert (status, err) == (0, "plot.png is written\n")
         assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
