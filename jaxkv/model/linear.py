@@ -3,7 +3,8 @@
 A weight is stored `[out, in]`. What a product does with it depends on the backend and on how many rows of activations there
 are; the figures behind each choice are in docs/performance.md:
 
-  CPU, one row        a dot over the upcast weight, which XLA:CPU fuses into one pass over the stored bytes
+  CPU, one row        a dot over the upcast weight, which XLA:CPU fuses into one pass over the stored bytes; from 4,096 columns on a
+                      reduce with an accumulator for each span of columns
   CPU, 2..15 rows     one variadic reduce: one pass over the weight serves all of them
   CPU, 16 rows and up a bf16 dot (AMX where the CPU has it), block by block, over a second form of the weight, `wide`;
                       in f32 where that was asked for
@@ -29,6 +30,8 @@ WEIGHT_KINDS = ("float32", "bfloat16", "int8")
 _MANY_ROWS = 16
 # Up to this many rows, exact products (f32 operands) are still reduces, 16 rows a pass, and hardly slower than bf16 ones.
 EXACT_ROWS = 32
+# A dot of one row with so many columns or more is not fused: XLA:CPU writes the whole weight out in f32, at every step.
+_LONG_ROW = 4096
 # Rows of a weight that one dot multiplies; from 2,048 to 8,192 it made no difference (head of 262,144 rows, 16 to 256 rows of x:
 # 2.0 to 2.7 times faster than one dot).
 _BLOCK_ROWS = 4096
@@ -179,10 +182,21 @@ def _materialised(x):
 
 def _few_rows(x, weight):  # f32[R, D], f32[N, D] -> f32[R, N]
     if x.shape[0] == 1:
+        if (spans := _spans(x.shape[1])) > 1:
+            weight, x = (a.reshape(a.shape[0], spans, -1) for a in (weight, x))
+            return sum(_sums([weight[:, i] * x[0, i] for i in range(spans)]))[None]
         return x @ weight.T  # in this form XLA:CPU fuses the upcast; as a dot_general it writes the whole upcast weight out
-    out: list[jax.Array] = []
-    for start in range(0, x.shape[0], _MANY_ROWS):
-        products = tuple(weight * row for row in x[start : start + _MANY_ROWS])
-        zeros = (jnp.float32(0),) * len(products)
-        out += lax.reduce(products, zeros, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,))
-    return jnp.stack(out)
+    rounds = range(0, x.shape[0], _MANY_ROWS)
+    return jnp.stack([y for start in rounds for y in _sums([weight * row for row in x[start : start + _MANY_ROWS]])])
+
+
+def _sums(products):  # f32[N, D] each -> f32[N] each
+    """Their sums over columns, in one pass over what they have in common."""
+    zeros = (jnp.float32(0),) * len(products)
+    return lax.reduce(tuple(products), zeros, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,))
+
+
+def _spans(columns: int) -> int:
+    """The fewest equal spans of so many columns of which each is short enough for XLA:CPU's fused dot; 1 where there are none."""
+    fits = lambda n: columns % n == 0 and columns // n < _LONG_ROW
+    return next((n for n in range(1, _MANY_ROWS) if fits(n)), 1)
