@@ -301,10 +301,22 @@ def test_gemma_by_the_other_compilers(device):
     check("gemma-3-1b", device)
 
 
+COPIES_SCALES = pytest.mark.xfail(
+    strict=True, reason="XLA copies the scales of 8-bit pools in a GPU's prefill step: the audit flags it"
+)
+INT8_ON_GPU = [pytest.param(device, "int8", marks=COPIES_SCALES) for device in ("h100", "h200")]
+
+
 @pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("device", ["v5e", "v5p", "v6e", "tpu7x", "h100", "h200"])
+@pytest.mark.parametrize(
+    "device, kv_dtype",
+    [
+        *((device, "bfloat16") for device in ("v5e", "v5p", "v6e", "tpu7x", "h100", "h200")),
+        *((device, "int8") for device in ("v5e", "v5p", "v6e", "tpu7x")),
+        *INT8_ON_GPU,
+    ],
+)
 def test_llama_by_every_compiler(device, kv_dtype):
     found = check("llama-3.1-8b", device, kv_dtype)
     assert bool(found.refused) == (device == "v5e")  # 16 GB do not hold 16 GB of weights
