@@ -11,6 +11,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 sys.path.append(str(Path(__file__).parent / "helpers"))  # pytest's importlib mode does not put tests on the path
 
@@ -28,6 +29,19 @@ def few_memory_maps():
     if maps.exists() and len(maps.read_bytes().splitlines()) > _MOST_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_other_devices(request):
+    """What was compiled for a device that is not here cannot be loaded again."""
+    if request.node.get_closest_marker("aot") is None:
+        yield
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it looks at the setting once
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -84,9 +84,10 @@ def compile_for(device: str, jitted, *args, **static) -> jax.stages.Compiled:
     Raises:
       CompilerMissing: the compiler is not installed, or there is none for that device.
     """
-    sharding, context = _place(device)
+    sharding = _sharding(device)
     specs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
-    with context:
+    # Some lowerings ask the mesh which TPU they are for. set_mesh sets it when it is called, not when it is entered.
+    with jax.set_mesh(_tpu_mesh(device)) if device in TOPOLOGIES else _as_gpu(TARGETS[device]):
         lowered = jitted.lower(*specs, **static)
     return lowered.compile()
 
@@ -102,7 +103,7 @@ def compiler_version(device: str) -> str:
 
 def require(device: str) -> None:
     """Raises CompilerMissing, with the reason in one line, where nothing can be compiled for that device here."""
-    _place(device)
+    _sharding(device)
 
 
 def missing(device: str) -> str | None:
@@ -124,13 +125,12 @@ def stay_on_cpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _place(device: str):
-    """(the sharding that arrays on the device have, the context to lower in)."""
+def _sharding(device: str) -> NamedSharding | SingleDeviceSharding:
+    """What arrays on the device have."""
     if device in TOPOLOGIES:
-        mesh = _tpu_mesh(device)
-        return NamedSharding(mesh, PartitionSpec()), jax.set_mesh(mesh)  # some lowerings ask the mesh which TPU they are for
+        return NamedSharding(_tpu_mesh(device), PartitionSpec())
     if device in TARGETS:
-        return SingleDeviceSharding(_gpu(device)), _as_gpu(TARGETS[device])
+        return SingleDeviceSharding(_gpu(device))
     raise CompilerMissing(f"no compiler is known for device {device!r}; there are some for {', '.join(DEVICES)}")
 
 
