@@ -37,10 +37,11 @@ def no_cache_of_other_devices(request):
     if request.node.get_closest_marker("aot") is None:
         yield
         return
+    before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it looks at the setting once
     yield
-    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_enable_compilation_cache", before)
     compilation_cache.reset_cache()
 
 
