@@ -268,8 +268,8 @@ def check_the_page(found, device):
     assert stable(printed) == stable(lines)
 
 
-# A decode step of it keeps 65 MB where the plan sets 47 aside: about a layer's projections to keys and values more than elsewhere. The
-# audit says so; weights, KV and arguments are exact, and 18 MB are little beside what memory_fraction leaves free.
+# A decode step of it keeps 65 MB where the plan sets 47 aside, not known why. The audit says so; weights, KV and arguments are exact, and
+# 18 MB are little beside what memory_fraction leaves free.
 V5P = ("llama-3.1-8b", "v5p")
 
 
@@ -301,10 +301,10 @@ def test_gemma_by_the_other_compilers(device):
     check("gemma-3-1b", device)
 
 
-COPIES_SCALES = pytest.mark.xfail(
-    strict=True, reason="XLA copies the scales of 8-bit pools in a GPU's prefill step: the audit flags it"
+GROWS = pytest.mark.xfail(
+    strict=True, reason="a GPU's prefill step with 8-bit KV: temporaries grow with the context, not known why"
 )
-INT8_ON_GPU = [pytest.param(device, "int8", marks=COPIES_SCALES) for device in ("h100", "h200")]
+INT8_ON_GPU = [pytest.param(device, "int8", marks=GROWS) for device in ("h100", "h200")]
 
 
 @pytest.mark.aot
