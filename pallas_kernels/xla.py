@@ -22,8 +22,6 @@ DECODE_BLOCK = 128
 PREFILL_BLOCK = 512
 # Stands in for -inf: finite, so that differences of two of them are 0 and not NaN, also under fast math.
 _MASKED = -1e30
-# A variadic reduce multiplies a block by up to this many query heads in one pass over it.
-_REDUCE_GROUP = 8
 
 
 def decode(
@@ -33,7 +31,7 @@ def decode(
     """Returns attention of one query a row over keys [starts, lengths), and its log-sum-exp."""
     del interpret, device
     check_given("xla", DecodeBlocks, block_sizes, ("pages_per_block",))
-    options = _Options(scale, soft_cap, jnp.dtype(jnp.float32))  # few rows: XLA:CPU is faster in f32 than in 16 bits
+    options = _Options(scale, soft_cap, _dot_dtype(q[:, None], k_pages.dtype))
     pools = (k_pages, v_pages, kv_scales)
     carry = _empty(q[:, None])
     carry = _attend_pages(carry, q[:, None], pools, page_table, lengths, starts[:, None], page_offset, options, block_sizes)
@@ -48,7 +46,7 @@ def prefill(
     """Returns causal attention of a chunk over its row's pages and itself, and its log-sum-exp."""
     del interpret, device
     check_given("xla", PrefillBlocks, block_sizes, ("pages_per_block",))
-    options = _Options(scale, soft_cap, _dot_dtype(q.dtype, k_pages.dtype))
+    options = _Options(scale, soft_cap, _dot_dtype(q, k_pages.dtype))
     positions = lengths[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)  # [B, T]
     starts = jnp.where(window > 0, jnp.maximum(positions - window + 1, 0), 0)  # first key each query sees
     pools = (k_pages, v_pages, kv_scales)
@@ -61,14 +59,16 @@ def prefill(
 class _Options:
     scale: float
     soft_cap: float | None
-    dot_dtype: jnp.dtype  # of the operands of products with many rows
+    dot_dtype: jnp.dtype  # of the operands of products
 
 
-def _dot_dtype(q_dtype, pool_dtype):
+def _dot_dtype(q, pool_dtype):  # q [B, T, K, G, H]
     """bf16 holds what any pool can hold, to its tolerance; f16 overflows on bf16's and underflows on values times scales."""
-    if q_dtype == jnp.float16 and (has_scales(pool_dtype) or value_dtype(pool_dtype) != jnp.float16):
+    if q.shape[1] == 1:
+        return jnp.dtype(jnp.float32)  # few rows: XLA:CPU is faster in f32 than in 16 bits
+    if q.dtype == jnp.float16 and (has_scales(pool_dtype) or value_dtype(pool_dtype) != jnp.float16):
         return jnp.dtype(jnp.float32)
-    return jnp.dtype(q_dtype)
+    return q.dtype
 
 
 def _attend_pages(carry, q, pools, page_table, lengths, starts, page_offset, options, block_sizes):
@@ -170,25 +170,14 @@ def _update(carry, q, keys, values, scales, seen, visible, options):
 
 def _scores(q, keys, dtype):  # q [B, T, K, G, H], keys [B, K, S, H] -> f32[B, K, T, G, S]
     B, T, K, G, H = q.shape
-    if T > 1:
-        q = jnp.moveaxis(q, 2, 1).reshape(B, K, T * G, H)
-        return _dot(q, keys, dtype, "bkrh,bksh->bkrs").reshape(B, K, T, G, keys.shape[2])
-    # XLA:CPU turns one variadic reduce into one vectorised pass over the keys for all heads of a group; a batched dot with few
-    # rows becomes a scalar loop (docs/performance.md).
-    q, keys = q[:, 0].astype(jnp.float32), keys.astype(jnp.float32)
-    rows: list[jax.Array] = []
-    for g in range(0, G, _REDUCE_GROUP):
-        heads = range(g, min(G, g + _REDUCE_GROUP))
-        products = tuple(keys * q[:, :, h, None, :] for h in heads)
-        zeros = (jnp.float32(0),) * len(products)
-        rows += lax.reduce(products, zeros, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (3,))
-    return jnp.stack(rows, 2)[:, :, None]
+    q = jnp.moveaxis(q, 2, 1).reshape(B, K, T * G, H)
+    return _dot(q, keys, dtype, "bkrh,bksh->bkrs").reshape(B, K, T, G, keys.shape[2])
 
 
 def _weighted(weights, values, dtype):  # f32[B, K, T, G, S], [B, K, S, H] -> f32[B, K, T, G, H]
     B, K, T, G, S = weights.shape
     rows = weights.reshape(B, K, T * G, S)
-    o = _dot(rows, values, dtype if T > 1 else jnp.float32, "bkrs,bksh->bkrh")
+    o = _dot(rows, values, dtype, "bkrs,bksh->bkrh")
     return o.reshape(B, K, T, G, values.shape[3])
 
 
