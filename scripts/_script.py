@@ -9,6 +9,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from absl import app, flags
@@ -31,6 +32,18 @@ def run(main: Callable[[Terminal], None]) -> None:
 def num_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_file(name: str) -> None:
+    """Refuses the file of a flag that is a folder, or in none, before anything is computed; a flag without value passes."""
+    given = flags.FLAGS[name].value
+    if not given:
+        return
+    if Path(given).is_dir():
+        raise ValueError(f"--{name}={given} is a folder: name a file")
+    folder = Path(given).resolve().parent  # a link is followed
+    if not folder.is_dir():
+        raise ValueError(f"--{name}={given}: there is no folder {folder}")
 
 
 class Integers(flags.ArgumentParser):

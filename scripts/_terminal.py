@@ -19,7 +19,8 @@ class Terminal:
     """A `jaxkv.progress.Report` that writes to stderr. Call `done()` when the slow part is over.
 
     On a terminal the line is redrawn in place and vanishes when the work is done; elsewhere it is written once, and again from time to
-    time if there is a `detail` to tell. Set `midline` while the cursor stands behind text that must stay: the line is then drawn below it.
+    time if there is a `detail` to tell. Set `midline` while the cursor stands behind text that must stay: the line is then drawn below it,
+    and elsewhere not written: both streams may go to one file.
     """
 
     def __init__(self, stream=None) -> None:
@@ -57,6 +58,8 @@ class Terminal:
     def _show(self) -> None:
         if self._live:
             self._draw(self._line())
+        elif self.midline:
+            return
         elif not self._shown:
             self._write(f"{self._what} ...\n")
             self._written = time.monotonic()

@@ -114,12 +114,8 @@ def _paths() -> dict[str, Path]:
         raise ValueError("--metrics_file needs prometheus_client: pip install prometheus-client")
     seen: dict[tuple, str] = {}
     for name, path in paths.items():
-        if path.is_dir():
-            raise ValueError(f"--{name}={path} is a folder: give a file")
-        folder = path.resolve().parent  # a link is followed
-        if not folder.is_dir():
-            raise ValueError(f"--{name}={path}: there is no folder {folder}")
-        if name in ("summary", "metrics_file") and not os.access(folder, os.W_OK):
+        _script.check_file(name)
+        if name in ("summary", "metrics_file") and not os.access(path.resolve().parent, os.W_OK):
             raise ValueError(f"--{name}={path}: the folder cannot be written to")
         same = seen.setdefault(_identity(path), name)
         if same != name:

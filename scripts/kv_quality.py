@@ -105,8 +105,7 @@ def _check_flags() -> None:
         raise ValueError(f"--kv_dtypes= names none: give one or more of {', '.join(_script.KV_DTYPES)}")
     if unknown := [kind for kind in FLAGS.kv_dtypes if kind not in _script.KV_DTYPES]:
         raise ValueError(f"--kv_dtypes={unknown[0]} is not one of {', '.join(_script.KV_DTYPES)}")
-    if FLAGS.plot and not Path(FLAGS.plot).absolute().parent.is_dir():
-        raise ValueError(f"--plot={FLAGS.plot}: its folder is not there")
+    _script.check_file("plot")
 
 
 def _likelihood(model, texts: list[str], terminal) -> None:

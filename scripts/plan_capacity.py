@@ -109,7 +109,7 @@ def main(terminal) -> None:
     if FLAGS.save_plan and FLAGS.what_if:
         raise ValueError("--save_plan with --what_if: a plan is of one deployment; give the change as flags of its own")
     for name in ("save_plan", "plot"):
-        _check_folder(name)
+        _script.check_file(name)
     d, costs = _deployment(), planning.Costs(FLAGS.link_gbps, FLAGS.kv8_extra_us, FLAGS.kv8_cost_ratio)
     changed = [(text, what_if.apply(d, text, _chips())) for text in FLAGS.what_if]
     figures = planning.figures(d, costs)
@@ -135,15 +135,6 @@ def _only(mode: str, *taken: str) -> None:
     given = [flag.name for flag in FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.present]
     if idle := [f"--{name}" for name in given if name not in (mode, *taken)]:
         raise ValueError(f"{', '.join(idle)}: no part of --{mode}; leave out what it does not use")
-
-
-def _check_folder(name: str) -> None:
-    """Refuses a file that cannot be written before anything is computed."""
-    path = Path(FLAGS[name].value or "file")
-    if not path.parent.is_dir():
-        raise ValueError(f"--{name}={path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ValueError(f"--{name}={path} is a folder: name a file in it")
 
 
 def _stray_change(argv: list[str]) -> str | None:

@@ -72,11 +72,12 @@ def main(terminal) -> None:
         raise ValueError("--trace is missing: a JSON-lines file with timestamp, input_length, output_length and hash_ids")
     if FLAGS.compare and FLAGS.policy:
         raise ValueError(f"--compare runs both policies: leave out --policy={FLAGS.policy}")
-    if FLAGS.plot:
-        _check_plot()  # before minutes of replay, not after
-    terminal("reading the trace")
-    from jaxkv.serving import replay
+    from jaxkv.serving import replay, replay_plot
 
+    if FLAGS.plot:  # before minutes of replay, not after
+        _script.check_file("plot")
+        replay_plot.pyplot()
+    terminal("reading the trace")
     requests = replay.read_trace(FLAGS.trace, FLAGS.block_tokens)[: FLAGS.max_requests]
     results = []
     for num_pages in _pools(replay.distinct_blocks(requests)):
@@ -90,19 +91,8 @@ def main(terminal) -> None:
             results.append(result)
     terminal.done()
     if FLAGS.plot:
-        from jaxkv.serving.replay_plot import draw
-
-        draw(FLAGS.plot, results)
+        replay_plot.draw(FLAGS.plot, results)
     _report(results)
-
-
-def _check_plot() -> None:
-    from jaxkv.serving import replay_plot
-
-    replay_plot.pyplot()
-    folder = Path(FLAGS.plot).absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"--plot={FLAGS.plot}: there is no folder {folder}")
 
 
 def _pools(distinct: int) -> list[int]:

@@ -14,6 +14,7 @@ from jaxkv.kv import integrity, pages
 from jaxkv.kv.state import empty_pools
 from jaxkv.model.decoder import Kernels
 from jaxkv.model.params import Storage, init_params
+from jaxkv.planning.shapes import first_layers
 from jaxkv.state import Static
 from jaxkv.steps import MAX_STEPS, Loop, Pools, step
 
@@ -316,6 +317,7 @@ MEMORY = [
     ("decode_many", 1, "bfloat16", {}),
     ("prefill", 1, "bfloat16", dict(T=32)),
     ("decode_many", 1, "float32", dict(looped=True)),
+    ("decode", 2, "float32", dict(num_layers=1)),  # its keys are there before it has read the pool
 ]
 MORE_MEMORY = [
     ("decode_many", 2, "float32", {}),
@@ -327,6 +329,9 @@ MORE_MEMORY = [
     ("prefill", 2, "float32", dict(T=32)),
     ("prefill", 1, "float32", dict(T=32)),
     ("decode_many", 2, "bfloat16", dict(looped=True)),
+    ("decode", 1, "int8", dict(num_layers=1)),
+    ("decode_many", 2, "bfloat16", dict(num_layers=1)),
+    ("prefill", 2, "float32", dict(num_layers=1, T=32)),
 ]
 
 
@@ -335,8 +340,9 @@ MORE_MEMORY = [
 )
 def test_the_pool_is_updated_in_place(name, num_kv_heads, kv_dtype, more):
     """Alias bytes cover the pools, and no temporary is as large as one layer's keys."""
-    config = tiny_config(num_kv_heads=num_kv_heads)
-    loop, program = lowered(name, config, kv_dtype, num_pages=8192, **more)
+    options = {"num_layers": 2} | more
+    config = first_layers(tiny_config(num_kv_heads=num_kv_heads), options.pop("num_layers"))
+    loop, program = lowered(name, config, kv_dtype, num_pages=8192, **options)
     memory = program.compile().memory_analysis()
     pool = loop.pools.k_pages
     pool_bytes = pool.size * pool.dtype.itemsize

@@ -4,14 +4,15 @@ weights, KV    exact: what differs beyond the padding of tiles is flagged
 arguments      weights + KV against everything the step takes: page table, history and sampling options explain the rest
 temporaries    an estimate: flagged where the step needs more than the plan sets aside
 growth         from one context to the next what is not predicted must stay: what grows with the context reads or copies more
-               than the pages it should reach, which is a fault of paging or batching
+               than the pages it should reach, which is a fault of paging or batching; what seems to grow must do so on both sides of
+               a context between, for compilers also choose differently once
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxkv.planning import memory
@@ -25,10 +26,9 @@ GRID = ((8, 8192), (8, 2048))
 _EXACT_FRACTION, _EXACT_BYTES = 1e-3, 1 << 16
 _ARGUMENTS_FRACTION = 0.01
 _TEMPORARIES_FACTOR = 1.1  # they are an estimate, and a plan leaves a tenth of the memory to the runtime
-# What may grow for each token of each sequence: copies of the history and of what is counted over it (4 bytes each). Temporaries may
-# by up to this part of one layer's keys and values, too, of which the keys alone are a half: XLA packs them by chance. With int8 KV on
-# an H200 they differ by 19 MB between two contexts, though no value of the program but the arguments has another size.
-GROWTH_BYTES, _PACKING_LAYERS = 64, 0.45
+# What may grow for each token of each sequence: copies of the history and of what is counted over it (4 bytes each). It is told of what is
+# alive at once, for what is set aside depends on what fits on a TPU's chip beside it, and on how it is packed.
+GROWTH_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +57,12 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """How what is not predicted grows with the context."""
+    """How what is not predicted grows from the smallest to the largest context; flagged where it does between all of them."""
 
+    name: str
     shape: str
     sequences: int
-    contexts: tuple[int, int]
+    contexts: tuple[int, ...]
     argument_bytes_per_token: float  # of each sequence
     temporary_bytes_per_token: float
     flag: str = ""
@@ -111,21 +112,30 @@ def run(
     layers, refused = one.model.num_layers, ""
     while True:
         try:
-            compiled = tuple(_compiled(one, grid, steps, report))
+            points = [(name, *point) for point, name in itertools.product(grid, steps)]
+            compiled = tuple(_compiled(one, points, steps, report))
             break
         except DoesNotFit as error:
             refused = refused or str(error)
             if one.model.num_layers == 1:
                 raise
             one = cut(one, one.model.num_layers // 2)
+    compiled += tuple(_compiled(one, _between(compare_growth(one, compiled)), steps, report))
     lines = tuple(itertools.chain.from_iterable(compare(one, step) for step in compiled))
     return Audit(one, layers, refused, compiled, lines, tuple(compare_growth(one, compiled)))
 
 
-def _compiled(d: Deployment, grid, steps, report) -> Iterator[CompiledStep]:
-    for (sequences, context), (name, compile_step) in itertools.product(grid, steps.items()):
+def _compiled(d: Deployment, points: Iterable[tuple[str, int, int]], steps, report) -> Iterator[CompiledStep]:
+    for name, sequences, context in points:
         report(f"compiling {name} for {sequences} x {context:,} tokens, {d.model.num_layers} layers")
-        yield compile_step(d, sequences, context)
+        yield steps[name](d, sequences, context)
+
+
+def _between(growth: Iterable[Growth]) -> Iterator[tuple[str, int, int]]:
+    """Points in the middle of what seems to grow."""
+    for g in growth:
+        if g.flag:
+            yield g.name, g.sequences, sum(g.contexts) // 2
 
 
 def one_device(d: Deployment) -> Deployment:
@@ -203,27 +213,37 @@ def compare_growth(d: Deployment, steps: Sequence[CompiledStep]) -> Iterator[Gro
     """Yields, for each step and number of sequences, what grows from one context to the next and is not predicted."""
     key = lambda step: (step.name, step.sequences, step.rows, step.new_tokens)
     for _, group in itertools.groupby(sorted(steps, key=lambda step: (key(step), step.context)), key):
-        for low, high in itertools.pairwise(group):
-            yield _growth(d, low, high)
+        if len(same := list(group)) > 1:
+            yield _growth(d, same)
 
 
-def _growth(d: Deployment, low: CompiledStep, high: CompiledStep) -> Growth:
-    tokens = (high.context - low.context) * high.sequences
-    rest = lambda step: (
-        step.argument_bytes - step.other.laid_out_bytes - kv_bytes(d, step.sequences, step.context) - memory.weights_bytes(d)
-    )
-    arguments = (rest(high) - rest(low)) / tokens
-    temporaries = (high.temporary_bytes + high.output_bytes - low.temporary_bytes - low.output_bytes) / tokens
+def _growth(d: Deployment, steps: Sequence[CompiledStep]) -> Growth:
+    """Of one step with contexts in order."""
+
+    def slope(low: CompiledStep, high: CompiledStep, size: Callable[[CompiledStep], int]) -> float:
+        return (size(high) - size(low)) / ((high.context - low.context) * high.sequences)
+
+    def beyond(step: CompiledStep) -> int:
+        predicted = kv_bytes(d, step.sequences, step.context) + memory.weights_bytes(d)
+        return step.argument_bytes - step.other.laid_out_bytes - predicted
+
     layer = d.model.kv_bytes_per_token(d.kv_dtype) / d.model.num_layers
+    sizes = {"arguments beyond the prediction": beyond, "temporaries": lambda step: step.live_bytes}
+    whole = {what: slope(steps[0], steps[-1], size) for what, size in sizes.items()}
     flags = [
-        f"{what} grow by {slope:,.0f} bytes for each token of each sequence ({slope / layer:.1f} layers of KV): a fault of paging or batching"
-        for what, slope, most in (
-            ("arguments beyond the prediction", arguments, GROWTH_BYTES),
-            ("temporaries", temporaries, max(GROWTH_BYTES, _PACKING_LAYERS * layer)),
-        )
-        if slope > most
+        f"{what} grow by {whole[what]:,.0f} bytes for each token of each sequence ({whole[what] / layer:.1f} layers of KV): a fault of paging or batching"
+        for what, size in sizes.items()
+        if all(slope(low, high, size) > GROWTH_BYTES for low, high in itertools.pairwise(steps))
     ]
-    return Growth(high.shape, high.sequences, (low.context, high.context), arguments, temporaries, "; ".join(flags))
+    return Growth(
+        steps[0].name,
+        steps[0].shape,
+        steps[0].sequences,
+        tuple(step.context for step in steps),
+        argument_bytes_per_token=whole["arguments beyond the prediction"],
+        temporary_bytes_per_token=whole["temporaries"],
+        flag="; ".join(flags),
+    )
 
 
 def figures(audit: Audit) -> dict[str, Any]:
@@ -266,6 +286,7 @@ def _step_figures(d: Deployment, step: CompiledStep, lines: list[Line]) -> dict[
         "context_tokens": step.context,
         "temporary_bytes": step.temporary_bytes,
         "output_bytes": step.output_bytes,
+        "live_bytes": step.live_bytes,
         "code_bytes": step.code_bytes,
         "compile_s": step.compile_s,
         "kv_parts_bytes": kv_parts(d, step.sequences, step.context),

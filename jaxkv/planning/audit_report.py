@@ -63,11 +63,11 @@ def _pool(audit: Audit) -> list[str]:
 def _growth(audit: Audit) -> list[str]:
     lines = ["Growth with the context, of what is not predicted (bytes for each token of each sequence)"] if audit.growth else []
     for g in audit.growth:
-        small = "copies of the history at most" if g.temporary_bytes_per_token <= GROWTH_BYTES else "less than one layer's keys"
-        fine = "FLAGGED" if g.flag else small
+        grows = max(g.argument_bytes_per_token, g.temporary_bytes_per_token) > GROWTH_BYTES
+        fine = f"not between all of {len(g.contexts)} contexts" if grows else "copies of the history at most"
         lines.append(
-            f"  {g.shape}, {g.sequences} sequences, {g.contexts[0]:,} to {g.contexts[1]:,}: arguments"
-            f" {g.argument_bytes_per_token:+.2f}, temporaries {g.temporary_bytes_per_token:+.2f}: {fine}"
+            f"  {g.shape}, {g.sequences} sequences, {g.contexts[0]:,} to {g.contexts[-1]:,}: arguments"
+            f" {g.argument_bytes_per_token:+.2f}, temporaries {g.temporary_bytes_per_token:+.2f}: {'FLAGGED' if g.flag else fine}"
         )
     return lines
 

@@ -48,8 +48,9 @@ class CompiledStep:
     kv: Arrays  # pools and scales
     other: Arrays  # page table, history, sampling options
     argument_bytes: int
-    temporary_bytes: int
-    output_bytes: int  # what is new: pools that are updated in place are not
+    temporary_bytes: int  # this and the next two as in `compilers.Compiled`
+    output_bytes: int
+    live_bytes: int
     code_bytes: int
     compile_s: float
 
@@ -123,15 +124,15 @@ def _compile(d: Deployment, jitted: str, args: tuple, sequences: int, context: i
     static["static"] = Static(config, _dtype(d), _kernels(d))
     try:
         if platform == "cpu":
-            compiled = function.lower(*args, **static).compile()  # type: ignore[attr-defined]
+            compiled = compilers.compile_for_cpu(function, *args, **static)
         else:
             compiled = compilers.compile_for(d.chip.name, function, *args, **static)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise DoesNotFit(str(error).splitlines()[0]) from None
-    memory = compiled.memory_analysis()
-    kinds = _by_purpose(args, compiled.input_formats[0])
+    memory: Any = compiled.executable.memory_analysis()
+    kinds = _by_purpose(args, compiled.executable.input_formats[0])
     return CompiledStep(
         name,
         sequences,
@@ -141,8 +142,9 @@ def _compile(d: Deployment, jitted: str, args: tuple, sequences: int, context: i
         kv=kinds["kv"],
         other=kinds["other"],
         argument_bytes=memory.argument_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporary_bytes=compiled.temporary_bytes,
+        output_bytes=compiled.output_bytes,
+        live_bytes=compiled.live_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         compile_s=time.perf_counter() - started,
     )

@@ -20,10 +20,9 @@ from jaxkv.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
 from jaxkv.planning.units import GIB
 from pallas_kernels.heads import LANES, pool_heads, scales_shape
 
-# Of the new keys and values in f32. Llama 3.1 8B, 2,048 tokens of prompts, by the compilers of jax 0.10.2: temporaries of 1.00 GiB
-# on a v6e, two copies of the 0.50 GiB of its 32 layers; with 16 layers 0.75 GiB on a v5e, three; 2.02 GiB on an H200, four (69 MB
-# for each of few layers, so there the widest layer comes on top). A decode step of 8 rows takes 0.04 GiB on a v6e.
-_TPU_NEW_KV_COPIES, _GPU_NEW_KV_COPIES = 3, 4
+# Of the new keys and values in f32, on a GPU. Llama 3.1 8B, 2,048 tokens of prompts, by the compiler of jax 0.10.2: temporaries of
+# 1.96 GiB on an H200, four times the 0.50 GiB of its 32 layers (69 MB for each of few layers, so that the widest layer comes on top).
+_GPU_NEW_KV_COPIES = 4
 _SAMPLING_PASSES = 10  # [rows, vocabulary] arrays in f32 or i32 of a decode step, logits among them
 _INT8_GROUP = 32  # int8 columns that share a scale on CPU
 UNBOUNDED = 1 << 40  # the answer where memory sets no limit, as where every layer forgets what is behind its window
@@ -99,8 +98,7 @@ def step_bytes(d: Deployment, rows: int, new_tokens: int) -> int:
     """Returns an estimate of what a step of `rows` sequences with `new_tokens` each needs besides its arguments.
 
     It counts what the compilers were seen to keep (`--audit`, docs/planning.md):
-      the new keys and values of all layers in f32. A TPU has them once while layers run, and two or three times (v6e, v5e) while they
-      are put in the order of pages, which one head is in already; on a GPU every layer hands out its own, and these, their
+      the new keys and values of all layers in f32: on a GPU four times, because every layer hands out its own, and these, their
       concatenation and what the scatter takes are alive together;
       the widest layer: the residual stream in f32 and as an operand, with both halves of a gated MLP in f32 and their product as an
       operand, or the same of attention;
@@ -115,9 +113,7 @@ def step_bytes(d: Deployment, rows: int, new_tokens: int) -> int:
     attention = (2 * 4 + operand) * queries + 4 * kv
     layer = T * (max(gated, attention) + (2 * 4 + operand) * m.model_dim)
     logits = (_SAMPLING_PASSES if new_tokens == 1 else 2) * 4 * rows * m.vocab_size // d.tp
-    if d.chip.platform == "tpu":
-        return max(new_kv + layer, (2 if d.kv_heads_per_device == 1 else _TPU_NEW_KV_COPIES) * new_kv) + logits
-    return _GPU_NEW_KV_COPIES * new_kv + layer + logits
+    return new_kv * (1 if d.chip.platform == "tpu" else _GPU_NEW_KV_COPIES) + layer + logits
 
 
 def layer_page_bytes(d: Deployment) -> int:

@@ -28,7 +28,9 @@ def step_as_predicted(d, sequences, context, name="decode", **more):
     rows, new_tokens = (4, 512) if name == "prefill" else (sequences, 1)
     weights, kv = memory.weights_bytes(d), audit.kv_bytes(d, sequences, context)
     other = 4 * sequences * context + 4 * sequences * -(-context // d.P)
-    sizes = dict(argument_bytes=weights + kv + other, temporary_bytes=50_000, output_bytes=1000, code_bytes=10_000)
+    sizes = dict(
+        argument_bytes=weights + kv + other, temporary_bytes=50_000, output_bytes=1000, live_bytes=51_000, code_bytes=10_000
+    )
     sizes = {field: size + more.get(field, 0) for field, size in sizes.items()}
     step = CompiledStep(
         name,
@@ -123,18 +125,27 @@ def test_a_pool_of_another_size_is_flagged():
 
 
 def test_a_copy_of_one_layers_keys_is_a_fault_of_paging():
-    found = audited(temporary_bytes=lambda T: 8 * T * LAYER_KEYS)
+    found = audited(live_bytes=lambda T: 8 * T * LAYER_KEYS)
     assert all(growth.temporary_bytes_per_token == LAYER_KEYS for growth in found.growth)
     growing = [flag for flag in found.flags if "a fault of paging or batching" in flag]
     assert len(growing) == 2 and "temporaries grow by 2,048 bytes for each token of each sequence (0.5 layers of KV)" in growing[0]
     assert audit_report.describe(found, "a compiler").count("FLAGGED") >= 2
 
 
-def test_copies_of_the_history_and_the_packing_of_temporaries_may_grow():
-    assert not audited(temporary_bytes=lambda T: 3 * 4 * 8 * T).flags
-    packed = audited(temporary_bytes=lambda T: 8 * T * LAYER_KEYS // 2)
-    assert not [growth.flag for growth in packed.growth if growth.flag]
-    assert "less than one layer's keys" in audit_report.describe(packed, "a compiler")
+def test_copies_of_the_history_and_what_is_set_aside_may_grow():
+    assert not audited(live_bytes=lambda T: 3 * 4 * 8 * T).flags
+    moved = audited(temporary_bytes=lambda T: 8 * T * LAYER_KEYS)  # off the chip of a TPU, where something else lies now
+    assert not [growth.flag for growth in moved.growth if growth.flag]
+    assert "copies of the history at most" in audit_report.describe(moved, "a compiler")
+
+
+def test_what_a_compiler_chooses_differently_once_is_no_growth():
+    """Of what seems to grow, a context between is compiled, too: on a v6e, jax 0.12 keeps one array more from some context on."""
+    found = audited(live_bytes=lambda T: 50_000_000 * (T > 4096))
+    assert not found.flags and len(found.steps) == 6 and {growth.contexts for growth in found.growth} == {(2048, 5120, 8192)}
+    assert audit_report.describe(found, "a compiler").count("not between all of 3 contexts") == 2
+    both = audited(live_bytes=lambda T: 50_000_000 * (T > 4096) + 8 * T * LAYER_KEYS)
+    assert len([growth for growth in both.growth if growth.flag]) == 2
 
 
 def test_arguments_that_grow_beyond_the_prediction_are_flagged():
@@ -143,7 +154,7 @@ def test_arguments_that_grow_beyond_the_prediction_are_flagged():
 
 
 def test_growth_is_told_of_steps_that_differ_in_context_alone():
-    found = audited(grid=((8, 2048), (8, 8192), (1, 8192)), temporary_bytes=lambda T: 5 * T)
+    found = audited(grid=((8, 2048), (8, 8192), (1, 8192)), live_bytes=lambda T: 5 * T)
     assert [(growth.sequences, growth.contexts) for growth in found.growth] == [(8, (2048, 8192))] * 2
 
 
@@ -268,18 +279,12 @@ def check_the_page(found, device):
     assert stable(printed) == stable(lines)
 
 
-# A decode step of it keeps 65 MB where the plan sets 47 aside, not known why. The audit says so; weights, KV and arguments are exact, and
-# 18 MB are little beside what memory_fraction leaves free.
-V5P = ("llama-3.1-8b", "v5p")
-
-
-def check(model, device, kv_dtype="bfloat16"):
+def check(model, device, kv_dtype="bfloat16", steps=STEPS):
     reason = compilers.missing(device)
     if reason:
         pytest.skip(reason)
-    found = audit.run(Deployment(model_shape(model), chip(device), kv_dtype=kv_dtype))
-    flags = [flag for flag in found.flags if (model, device) != V5P or "decode" not in flag or "the plan sets" not in flag]
-    assert not flags, audit_report.describe(found, device)
+    found = audit.run(Deployment(model_shape(model), chip(device), kv_dtype=kv_dtype), steps=steps)
+    assert not found.flags, audit_report.describe(found, device)
     for line in found.lines:
         assert line.what != "arguments" or abs(line.error_fraction) < 0.01
     return found
@@ -295,28 +300,27 @@ def test_gemma_by_the_real_compilers(device):
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize(
+    "model, device, kv_dtype",
+    [("llama-3.1-8b", "h200", "int8"), ("gemma-3-1b", "v6e", "bfloat16")],
+)
+def test_prefill_by_the_real_compilers(model, device, kv_dtype):
+    """On a GPU all scales were copied, because they were written before the last layer had read them; on a v6e `temp_size_in_bytes` says
+    half as much again as is set aside."""
+    check(model, device, kv_dtype, {"prefill": STEPS["prefill"]})
+
+
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["v5p", "v6e", "tpu7x", "h100"])
 def test_gemma_by_the_other_compilers(device):
     check("gemma-3-1b", device)
 
 
-GROWS = pytest.mark.xfail(
-    strict=True, reason="a GPU's prefill step with 8-bit KV: temporaries grow with the context, not known why"
-)
-INT8_ON_GPU = [pytest.param(device, "int8", marks=GROWS) for device in ("h100", "h200")]
-
-
 @pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "device, kv_dtype",
-    [
-        *((device, "bfloat16") for device in ("v5e", "v5p", "v6e", "tpu7x", "h100", "h200")),
-        *((device, "int8") for device in ("v5e", "v5p", "v6e", "tpu7x")),
-        *INT8_ON_GPU,
-    ],
-)
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("device", ["v5e", "v5p", "v6e", "tpu7x", "h100", "h200"])
 def test_llama_by_every_compiler(device, kv_dtype):
     found = check("llama-3.1-8b", device, kv_dtype)
     assert bool(found.refused) == (device == "v5e")  # 16 GB do not hold 16 GB of weights

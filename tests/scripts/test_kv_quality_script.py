@@ -27,7 +27,7 @@ def quality(*args, cache):
         ([TEXT, "--recall", "--bins=2"], "--bins does nothing with --recall"),
         ([TEXT, "--trials=2"], "--trials does nothing without --recall"),
         (["--texts_file=a.json", "--bins=2"], "--bins are of one text"),
-        ([TEXT, "--plot=absent/a.png"], "--plot=absent/a.png: its folder is not there"),
+        ([TEXT, "--plot=absent/a.png"], "--plot=absent/a.png: there is no folder "),
     ],
 )
 def test_user_errors_are_one_line(args, words, cache):
