@@ -301,13 +301,15 @@ def test_gemma_by_the_real_compilers(device):
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    "model, device, kv_dtype",
-    [("llama-3.1-8b", "h200", "int8"), ("gemma-3-1b", "v6e", "bfloat16")],
+    "model, device, kv_dtype, step",
+    [
+        ("llama-3.1-8b", "h200", "int8", "prefill"),  # copied all scales: they were written before the last layer had read them
+        ("llama-3.1-8b", "v5e", "int8", "decode"),  # took all scales to the chip and back
+        ("gemma-3-1b", "v6e", "bfloat16", "prefill"),  # `temp_size_in_bytes` is half as much again as what is set aside
+    ],
 )
-def test_prefill_by_the_real_compilers(model, device, kv_dtype):
-    """On a GPU all scales were copied, because they were written before the last layer had read them; on a v6e `temp_size_in_bytes` says
-    half as much again as is set aside."""
-    check(model, device, kv_dtype, {"prefill": STEPS["prefill"]})
+def test_steps_that_were_flagged(model, device, kv_dtype, step):
+    check(model, device, kv_dtype, {step: STEPS[step]})
 
 
 @pytest.mark.aot
