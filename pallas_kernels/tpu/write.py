@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -218,8 +219,7 @@ def _call(plan, k_new, v_new, pools, page_table, lengths, chunk_lengths, page_of
             + [pltpu.SemaphoreType.DMA((plan.stages,))] * 2
             + [pltpu.SMEM((len(CURSOR),), jnp.int32), pltpu.SMEM((plan.stages,), jnp.int32)],
         ),
-        # Where the result need not be in HBM, XLA takes scales that fit the chip there and back, all of them, at every step.
-        out_shape=[pltpu.HBM(pool.shape, pool.dtype) for pool in pools],
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
         input_output_aliases={6 + i: i for i in range(n)},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True, vmem_limit_bytes=plan.vmem_limit
