@@ -67,6 +67,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     if not 0 < layers <= 10_000 or not heads or not dim:
         raise ValueError(f"{file.path}: block_count={layers}, attention.head_count={heads}, embedding_length={dim} are impossible")
     head_dim = meta.count("attention.key_length", dim // heads)
+    if not head_dim:
+        raise ValueError(f"{file.path}: heads of no dimension: embedding_length={dim}, attention.head_count={heads}")
     if meta.count("attention.value_length", head_dim) != head_dim:
         raise ValueError(f"{file.path}: attention.value_length must equal key_length={head_dim}")
     if "token_embd.weight" not in file.tensors:

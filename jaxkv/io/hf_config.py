@@ -129,6 +129,10 @@ def config_from_hf(given: Mapping[str, Any], where: str = "config.json") -> Mode
     windowed, window = _windowed_layers(fields, family, layers)
     ropes, layer_ropes = read_ropes(fields, family, windowed, head_dim)
     gemma, moe = family.startswith("gemma"), _moe_layers(fields, family, layers)
+    scaled_by = fields.number("query_pre_attn_scalar") if gemma else head_dim
+    if scaled_by <= 0:
+        name = "query_pre_attn_scalar" if gemma else "head_dim"
+        raise ValueError(f"{where}: {name}={scaled_by} must be positive")
     is_qwen3 = family in ("qwen3", "qwen3_moe")
     has_bias = fields.flag("attention_bias") if family not in ("qwen2", "mistral", "mixtral", "phi3") else False
     return ModelConfig(
@@ -141,7 +145,7 @@ def config_from_hf(given: Mapping[str, Any], where: str = "config.json") -> Mode
         head_dim=head_dim,
         mlp_dim=fields.count("intermediate_size"),
         max_positions=fields.count("max_position_embeddings"),
-        query_scale=(fields.number("query_pre_attn_scalar") if gemma else head_dim) ** -0.5,
+        query_scale=scaled_by**-0.5,
         layer_windows=tuple(window if w else 0 for w in windowed),
         layer_ropes=layer_ropes,
         ropes=ropes,
@@ -227,7 +231,7 @@ def _moe_layers(fields: Fields, family: str, layers: int) -> tuple[bool, ...]:
     if family != "qwen3_moe":
         return ()
     step, dense = fields.count("decoder_sparse_step"), fields.get("mlp_only_layers") or ()
-    if not step or not all(type(i) is int for i in dense):
+    if not step or not isinstance(dense, list | tuple) or not all(type(i) is int for i in dense):
         raise ValueError(f"{fields.where}: decoder_sparse_step={step}, mlp_only_layers={dense!r} are impossible")
     has_experts = _num_experts(fields) > 0
     return tuple(has_experts and i not in dense and (i + 1) % step == 0 for i in range(layers))

@@ -97,6 +97,14 @@ def opens_or_value_error(path) -> None:
         pass
 
 
+def test_more_heads_than_dimensions_are_refused(tmp_path):
+    raw = small_gguf()
+    at = raw.index(b"attention.head_count") + len(b"attention.head_count") + 4  # behind the type
+    path = write(tmp_path, raw[:at] + struct.pack("<I", 258) + raw[at + 4 :])
+    with pytest.raises(ValueError, match="heads of no dimension: embedding_length=4, attention.head_count=258"):
+        open_gguf(path)
+
+
 @given(data=st.data())
 @settings(max_examples=400, deadline=None)
 def test_damaged_files_never_raise_anything_else(tmp_path_factory, data):

@@ -217,6 +217,19 @@ def test_a_size_that_is_not_there_is_not_guessed(name):
     assert config_from_hf({"model_type": "gemma3", "text_config": given}).num_layers in (6, 26)
 
 
+@pytest.mark.parametrize("tiny", TINY)
+def test_whatever_a_field_holds_the_error_is_a_value_error(tiny):
+    """Every field of the file and those it may have, one at a time; scales of queries were the square root of 0 or of less."""
+    given = json.loads((DATA / "hf_tiny" / tiny / "config.json").read_text())
+    for name in {*given, "head_dim", "query_pre_attn_scalar", "rope_scaling", "sliding_window", "layer_types"}:
+        for value in (0, -1, 1, 10**9, 1 << 40, None, "x", "0", [], [0], {}, True, float("nan"), 1e-320, -1.0):
+            try:
+                got = config_from_hf(given | {name: value})
+            except ValueError:
+                continue
+            assert isinstance(got.query_scale, float) and got.query_scale > 0, (name, value)
+
+
 def test_broken_files(tmp_path):
     with pytest.raises(ValueError, match=r"no config.json"):
         read_hf_config(tmp_path)
