@@ -273,19 +273,20 @@ def _forward(params, pools: Pools, page_table, lengths, tokens, counts, static: 
     """Runs the decoder and writes the new keys and values; returns (hidden, pools)."""
     cache = Cache(pools.k_pages, pools.v_pages, pools.kv_scales, page_table, lengths)
     x, k, v = forward(static.model, params, cache, tokens, counts, _operands(tokens, static), static.kernels)
-    behind = _not_before(x, lengths)
+    lengths = _known_after(x, lengths)
     k_pages, v_pages, kv_scales = write_kv(
-        pools.k_pages, pools.v_pages, k, v, page_table, behind, counts, kv_scales=pools.kv_scales, **static.kernels.options
+        pools.k_pages, pools.v_pages, k, v, page_table, lengths, counts, kv_scales=pools.kv_scales, **static.kernels.options
     )
     return x, Pools(k_pages, v_pages, kv_scales, pools.history)
 
 
-def _not_before(x, lengths):
-    """Returns `lengths`, known only when x is: a write behind them comes after the last layer has read the pools.
+def _known_after(x, lengths):  # x f32[B, T, D]
+    """Returns `lengths`, which XLA knows only after x, and so a write behind them only after the last layer has read the pools.
 
-    XLA is free to write the last layer's keys, which are there before its attention, first, and then copies what is still to be read:
-    a GPU's prefill step all scales of an 8-bit pool, a CPU's decode step of one layer the whole pool. A barrier is gone before the order
-    is decided. The minimum is 0, which no simplification of XLA's knows.
+    The last layer's keys are there before its attention. Nothing else keeps XLA from writing them first, and then it copies what
+    attention has yet to read: all scales of an 8-bit pool in a GPU's prefill step, the whole pool in a CPU's step of one layer.
+    Barriers are gone when the order is decided. One number of x needs all of the last layer; the minimum is 0, and no pass of XLA's
+    finds that out.
     """
     bits = jax.lax.bitcast_convert_type(x[0, 0, 0], jnp.int32) & jnp.iinfo(jnp.int32).max
     return lengths + jnp.minimum(bits, 0)

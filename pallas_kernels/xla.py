@@ -19,6 +19,9 @@ from pallas_kernels.quantise import dequantise, from_pool, has_scales, value_dty
 # queries amortises a longer block.
 DECODE_BLOCK = 128
 PREFILL_BLOCK = 512
+# Scores of one token against up to this many query heads are a variadic reduce: one pass over the keys for all of them, which XLA:CPU
+# vectorises under fast math (`jaxkv.steps.COMPILER_OPTIONS`), but not with one operand; there the keys are halved (docs/performance.md).
+_MOST_REDUCED = 16
 # Stands in for -inf: finite, so that differences of two of them are 0 and not NaN, also under fast math.
 _MASKED = -1e30
 
@@ -62,9 +65,10 @@ class _Options:
 
 
 def _dot_dtype(q, pool_dtype):  # q [B, T, K, G, H]
-    """bf16 holds what any pool can hold, to its tolerance; f16 overflows on bf16's and underflows on values times scales."""
+    """f32 for one query a row: with few rows XLA:CPU is faster so than in 16 bits. Else q's: bf16 holds what any pool can hold, to its
+    tolerance; f16 overflows on bf16's and underflows on values times scales."""
     if q.shape[1] == 1:
-        return jnp.dtype(jnp.float32)  # few rows: XLA:CPU is faster in f32 than in 16 bits
+        return jnp.dtype(jnp.float32)
     if q.dtype == jnp.float16 and (has_scales(pool_dtype) or value_dtype(pool_dtype) != jnp.float16):
         return jnp.dtype(jnp.float32)
     return q.dtype
@@ -169,8 +173,16 @@ def _update(carry, q, keys, values, scales, seen, visible, options):
 
 def _scores(q, keys, dtype):  # q [B, T, K, G, H], keys [B, K, S, H] -> f32[B, K, T, G, S]
     B, T, K, G, H = q.shape
+    S = keys.shape[2]
+    if T == 1 and G <= _MOST_REDUCED and (G > 1 or S % 2 == 0):
+        q, keys = q[:, 0].astype(jnp.float32), keys.astype(jnp.float32)
+        parts = jnp.split(keys, 2 if G == 1 else 1, axis=2)
+        products = tuple(part * q[:, :, h, None, :] for part in parts for h in range(G))
+        add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
+        rows = lax.reduce(products, (jnp.float32(0),) * len(products), add, (3,))
+        return jnp.stack([jnp.concatenate(rows, 2)] if G == 1 else rows, 2)[:, :, None]
     q = jnp.moveaxis(q, 2, 1).reshape(B, K, T * G, H)
-    return _dot(q, keys, dtype, "bkrh,bksh->bkrs").reshape(B, K, T, G, keys.shape[2])
+    return _dot(q, keys, dtype, "bkrh,bksh->bkrs").reshape(B, K, T, G, S)
 
 
 def _weighted(weights, values, dtype):  # f32[B, K, T, G, S], [B, K, S, H] -> f32[B, K, T, G, H]

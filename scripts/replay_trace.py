@@ -72,6 +72,7 @@ def main(terminal) -> None:
         raise ValueError("--trace is missing: a JSON-lines file with timestamp, input_length, output_length and hash_ids")
     if FLAGS.compare and FLAGS.policy:
         raise ValueError(f"--compare runs both policies: leave out --policy={FLAGS.policy}")
+    terminal("importing jax")
     from jaxkv.serving import replay, replay_plot
 
     if FLAGS.plot:  # before minutes of replay, not after

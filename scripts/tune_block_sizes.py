@@ -77,7 +77,6 @@ def main(terminal) -> None:
     _kernel_flags.check()
     if FLAGS.interpret and not FLAGS.output:
         raise ValueError("--interpret measures nothing of use: name a file with --output, so that no device's own is replaced")
-    _script.check_file("output")
     terminal("importing jax")
     from jaxkv.io.cache import use_compilation_cache
     from scripts._kernel_machine import present_machine

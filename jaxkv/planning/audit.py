@@ -4,8 +4,8 @@ weights, KV    exact: what differs beyond the padding of tiles is flagged
 arguments      weights + KV against everything the step takes: page table, history and sampling options explain the rest
 temporaries    an estimate: flagged where the step needs more than the plan sets aside
 growth         from one context to the next what is not predicted must stay: what grows with the context reads or copies more
-               than the pages it should reach, which is a fault of paging or batching; what seems to grow must do so on both sides of
-               a context between, for compilers also choose differently once
+               than the pages it should reach, which is a fault of paging or batching. Compilers also choose differently from some
+               context on: what grows is looked at again in the middle, and a fault grows on both sides
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _TEMPORARIES_FACTOR = 1.1  # they are an estimate, and a plan leaves a tenth of 
 # What may grow for each token of each sequence: copies of the history and of what is counted over it (4 bytes each). It is told of what is
 # alive at once, for what is set aside depends on what fits on a TPU's chip beside it, and on how it is packed.
 GROWTH_BYTES = 64
+_LOOKS = 2  # contexts that are compiled besides, where something grows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +58,15 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """How what is not predicted grows from the smallest to the largest context; flagged where it does between all of them."""
+    """How what is not predicted grows from the smallest to the largest context."""
 
     name: str
     shape: str
     sequences: int
     contexts: tuple[int, ...]
     argument_bytes_per_token: float  # of each sequence
-    temporary_bytes_per_token: float
+    live_bytes_per_token: float  # temporaries and outputs alive at once
+    alone: tuple[int, int] | None  # the contexts between which something grows, if it does between no two neighbours of theirs
     flag: str = ""
 
 
@@ -120,7 +122,9 @@ def run(
             if one.model.num_layers == 1:
                 raise
             one = cut(one, one.model.num_layers // 2)
-    compiled += tuple(_compiled(one, _between(compare_growth(one, compiled)), steps, report))
+    for _ in range(_LOOKS):
+        between = [(g.name, g.sequences, sum(g.alone) // 2) for g in compare_growth(one, compiled) if g.alone]
+        compiled += tuple(_compiled(one, between, steps, report))
     lines = tuple(itertools.chain.from_iterable(compare(one, step) for step in compiled))
     return Audit(one, layers, refused, compiled, lines, tuple(compare_growth(one, compiled)))
 
@@ -129,13 +133,6 @@ def _compiled(d: Deployment, points: Iterable[tuple[str, int, int]], steps, repo
     for name, sequences, context in points:
         report(f"compiling {name} for {sequences} x {context:,} tokens, {d.model.num_layers} layers")
         yield steps[name](d, sequences, context)
-
-
-def _between(growth: Iterable[Growth]) -> Iterator[tuple[str, int, int]]:
-    """Points in the middle of what seems to grow."""
-    for g in growth:
-        if g.flag:
-            yield g.name, g.sequences, sum(g.contexts) // 2
 
 
 def one_device(d: Deployment) -> Deployment:
@@ -228,22 +225,33 @@ def _growth(d: Deployment, steps: Sequence[CompiledStep]) -> Growth:
         return step.argument_bytes - step.other.laid_out_bytes - predicted
 
     layer = d.model.kv_bytes_per_token(d.kv_dtype) / d.model.num_layers
-    sizes = {"arguments beyond the prediction": beyond, "temporaries": lambda step: step.live_bytes}
-    whole = {what: slope(steps[0], steps[-1], size) for what, size in sizes.items()}
-    flags = [
-        f"{what} grow by {whole[what]:,.0f} bytes for each token of each sequence ({whole[what] / layer:.1f} layers of KV): a fault of paging or batching"
-        for what, size in sizes.items()
-        if all(slope(low, high, size) > GROWTH_BYTES for low, high in itertools.pairwise(steps))
-    ]
+    pairs = list(itertools.pairwise(steps))
+    alone, flags = None, []
+    for what, size in (("arguments beyond the prediction grow", beyond), ("what is alive at once grows", _live_bytes)):
+        grows = [slope(*pair, size) > GROWTH_BYTES for pair in pairs]
+        steadily = any(a and b for a, b in itertools.pairwise(grows))
+        if any(grows) and not steadily:
+            low, high = pairs[grows.index(True)]
+            alone = (low.context, high.context)
+        if steadily or grows == [True]:
+            whole = slope(steps[0], steps[-1], size)
+            flags.append(
+                f"{what} by {whole:,.0f} bytes for each token of each sequence ({whole / layer:.1f} layers of KV): a fault of paging or batching"
+            )
     return Growth(
         steps[0].name,
         steps[0].shape,
         steps[0].sequences,
         tuple(step.context for step in steps),
-        argument_bytes_per_token=whole["arguments beyond the prediction"],
-        temporary_bytes_per_token=whole["temporaries"],
+        argument_bytes_per_token=slope(steps[0], steps[-1], beyond),
+        live_bytes_per_token=slope(steps[0], steps[-1], _live_bytes),
+        alone=alone,
         flag="; ".join(flags),
     )
+
+
+def _live_bytes(step: CompiledStep) -> int:
+    return step.live_bytes
 
 
 def figures(audit: Audit) -> dict[str, Any]:
@@ -265,7 +273,7 @@ def figures(audit: Audit) -> dict[str, Any]:
                 "sequences": g.sequences,
                 "contexts_tokens": list(g.contexts),
                 "arguments_beyond_prediction_bytes_per_token": g.argument_bytes_per_token,
-                "temporaries_bytes_per_token": g.temporary_bytes_per_token,
+                "live_bytes_per_token": g.live_bytes_per_token,
             }
             for g in audit.growth
         ],

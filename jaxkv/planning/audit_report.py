@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from jaxkv.planning.audit import GROWTH_BYTES, Audit, Line, kv_parts
+from jaxkv.planning.audit import Audit, Line, kv_parts
 from jaxkv.planning.units import MIB, both, gib
 
 _SHOWN_BYTES = 0.005 * MIB  # smaller reasons round to nothing
@@ -63,11 +63,11 @@ def _pool(audit: Audit) -> list[str]:
 def _growth(audit: Audit) -> list[str]:
     lines = ["Growth with the context, of what is not predicted (bytes for each token of each sequence)"] if audit.growth else []
     for g in audit.growth:
-        grows = max(g.argument_bytes_per_token, g.temporary_bytes_per_token) > GROWTH_BYTES
-        fine = f"not between all of {len(g.contexts)} contexts" if grows else "copies of the history at most"
+        once = "once, between {:,} and {:,}: compiled differently from there on".format(*g.alone) if g.alone else ""
+        fine = once or "copies of the history at most"
         lines.append(
             f"  {g.shape}, {g.sequences} sequences, {g.contexts[0]:,} to {g.contexts[-1]:,}: arguments"
-            f" {g.argument_bytes_per_token:+.2f}, temporaries {g.temporary_bytes_per_token:+.2f}: {'FLAGGED' if g.flag else fine}"
+            f" {g.argument_bytes_per_token:+.2f}, alive at once {g.live_bytes_per_token:+.2f}: {'FLAGGED' if g.flag else fine}"
         )
     return lines
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_decode
+from jaxkv.steps import COMPILER_OPTIONS
+from pallas_kernels import paged_decode, xla
 
 TOKENS, PAGE, QUERY_HEADS, HEAD_DIM = 4096, 16, 32, 128
 
@@ -20,21 +21,31 @@ def decode_of(num_kv_heads):
     pool = num_pages, num_kv_heads, PAGE, HEAD_DIM
     table = jnp.arange(1, num_pages, dtype=jnp.int32)[None]
     args = draw(1, num_kv_heads, group, HEAD_DIM), draw(*pool), draw(*pool), table, jnp.array([TOKENS], jnp.int32)
-    run = jax.jit(lambda *args: paged_decode(*args, scale=0.1, implementation="xla"))
+    run = jax.jit(lambda *args: paged_decode(*args, scale=0.1, implementation="xla"), compiler_options=COMPILER_OPTIONS["cpu"])
     jax.block_until_ready(run(*args))
     return lambda: jax.block_until_ready(run(*args))
 
 
+def fastest(runs):
+    """The least time of each, called in turn."""
+    times = {name: [] for name in runs}
+    for _ in range(25):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - begin)
+    return {name: min(found) for name, found in times.items()}
+
+
 @pytest.mark.slow
-def test_a_byte_of_mha_costs_no_more_than_one_of_gqa():
-    """One query head a KV head was 15 times as slow as four, with four times the bytes: a reduce over one operand is not vectorised."""
+def test_scores_are_made_the_fastest_way(monkeypatch):
+    """For heads of a group in one pass, against products of so many rows: with engine's options half the time of them, and without
+    them more. One head a group once took 15 times as long as four, with four times the bytes."""
     if jax.default_backend() != "cpu":
         pytest.skip("times XLA:CPU")
     runs = {heads: decode_of(heads) for heads in (32, 8)}
-    times = {heads: [] for heads in runs}
-    for _ in range(15):
-        for heads, run in runs.items():
-            begin = time.perf_counter()
-            run()
-            times[heads].append(time.perf_counter() - begin)
-    assert min(times[32]) < 2 * 4 * min(times[8])
+    monkeypatch.setattr(xla, "_MOST_REDUCED", 0)
+    product = decode_of(8)
+    times = fastest(runs | {"product": product})
+    assert times[8] < 0.8 * times["product"], times
+    assert times[32] < 2 * 4 * times[8], times
