@@ -159,7 +159,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(cache, chat_model):
 
 
 def test_ctrl_c_ends_a_continuation(cache, chat_model):
-    for _ in range(5):  # where this process is kept from running for half a second, the text ends before the signal comes
+    for _ in range(20):  # where this process is kept from running for half a second, the text ends before the signal comes
         with run_script.start("generate.py", f"--model={chat_model}", "--prompt=hello", *LONG, cache=cache) as process:
             process.stdout.read(6)
             process.send_signal(signal.SIGINT)
