@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -224,10 +225,11 @@ def _growth(d: Deployment, steps: Sequence[CompiledStep]) -> Growth:
         predicted = kv_bytes(d, step.sequences, step.context) + memory.weights_bytes(d)
         return step.argument_bytes - step.other.laid_out_bytes - predicted
 
+    alive = operator.attrgetter("live_bytes")
     layer = d.model.kv_bytes_per_token(d.kv_dtype) / d.model.num_layers
     pairs = list(itertools.pairwise(steps))
     alone, flags = None, []
-    for what, size in (("arguments beyond the prediction grow", beyond), ("what is alive at once grows", _live_bytes)):
+    for what, size in (("arguments beyond the prediction grow", beyond), ("what is alive at once grows", alive)):
         grows = [slope(*pair, size) > GROWTH_BYTES for pair in pairs]
         steadily = any(a and b for a, b in itertools.pairwise(grows))
         if any(grows) and not steadily:
@@ -244,14 +246,10 @@ def _growth(d: Deployment, steps: Sequence[CompiledStep]) -> Growth:
         steps[0].sequences,
         tuple(step.context for step in steps),
         argument_bytes_per_token=slope(steps[0], steps[-1], beyond),
-        live_bytes_per_token=slope(steps[0], steps[-1], _live_bytes),
+        live_bytes_per_token=slope(steps[0], steps[-1], alive),
         alone=alone,
         flag="; ".join(flags),
     )
-
-
-def _live_bytes(step: CompiledStep) -> int:
-    return step.live_bytes
 
 
 def figures(audit: Audit) -> dict[str, Any]:

@@ -106,8 +106,7 @@ def compile_for(device: str, jitted, *args, **static) -> Compiled:
     with jax.set_mesh(_tpu_mesh(device)) if device in TOPOLOGIES else _as_gpu(TARGETS[device]):
         lowered = jitted.lower(*specs, **static)
     executable, total = _compile_for_tpu(lowered) if device in TOPOLOGIES else (lowered.compile(), None)
-    stats: Any = executable.memory_analysis()
-    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    stats, outputs = _stats(executable)
     temporaries = stats.temp_size_in_bytes if total is None else total - stats.argument_size_in_bytes - outputs
     return Compiled(executable, temporaries, outputs, stats.peak_memory_in_bytes - stats.argument_size_in_bytes)
 
@@ -115,17 +114,21 @@ def compile_for(device: str, jitted, *args, **static) -> Compiled:
 def compile_for_cpu(jitted, *args, **static) -> Compiled:
     """Returns the same for the CPU that is here."""
     executable = jitted.lower(*args, **static).compile()
-    stats: Any = executable.memory_analysis()
-    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    stats, outputs = _stats(executable)
     return Compiled(executable, stats.temp_size_in_bytes, outputs, stats.temp_size_in_bytes + outputs)
+
+
+def _stats(executable: jax.stages.Compiled) -> tuple[Any, int]:
+    """(memory analysis, bytes of outputs that are not updated arguments)."""
+    stats: Any = executable.memory_analysis()
+    return stats, stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
 def _compile_for_tpu(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, int]:
     """(executable, bytes of the device's memory that it takes in all)."""
     if _HAS_TOTAL:
         executable = lowered.compile()
-        stats: Any = executable.memory_analysis()
-        return executable, stats.total_allocation_bytes
+        return executable, _stats(executable)[0].total_allocation_bytes
     with tempfile.TemporaryDirectory() as folder:
         executable = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         (report,) = Path(folder).glob("*memory-usage-report.txt")
